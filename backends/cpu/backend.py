@@ -1,0 +1,100 @@
+"""Claims infc operators for hand-written kernels and fused regions for the printer, and makes one C++ file of them."""
+import hashlib
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import fx
+
+from ...compiler.ir import Graph, target_name
+from ...compiler.placement import Backend, Claims, Unit, Value
+from ...runtime.program import ITEM_BYTES
+from ...runtime.tensors import Tensor
+from ..aten import Aten
+from ..launch import Context
+from ..program import Store
+from ..regions import Loops
+from . import claims, printer
+from .pack import LAYOUTS
+from .toolchain import KERNELS, build, find_compiler, flags
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """infc operators (and the few ATen ones beside them) that a header implements."""
+
+    name: str = "cpu"
+
+    def claim(self, graph: Graph, free: Sequence[fx.Node], context: Context) -> Claims:
+        found = Claims()
+        for node in free:
+            reason = claims.refuse(node, context)
+            if reason is None:
+                found.units.append(Unit(target_name(node.target), self.name, (node,), _results(node),
+                                        lambda ctx, node=node: claims.lower(node, ctx)))
+            else:
+                found.refused[node] = reason
+        return found
+
+
+def _results(node: fx.Node) -> tuple[Value, ...]:
+    value = node.meta["val"]
+    if isinstance(value, (tuple, list)):
+        return tuple((node, i) for i in range(len(value)))
+    return ((node, 0),) if isinstance(value, torch.Tensor) else ()
+
+
+def backends() -> tuple[Backend, ...]:
+    """In order of preference: hand-written kernels, generated loops, ATen."""
+    return Kernels(), Loops(printer.launch), Aten()
+
+
+def pack(tensor: torch.Tensor, layout: str) -> np.ndarray:
+    """A weight as the kernels read it."""
+    return LAYOUTS[layout](tensor)
+
+
+def tensors(store: Store) -> dict[str, Tensor]:
+    """The packed weights as the artifact stores them: flat, in order of first use."""
+    return {key: Tensor(store.weight_dtypes[key], (array.nbytes // ITEM_BYTES[store.weight_dtypes[key]],), np.ascontiguousarray(array))
+            for key, array in store.weights.items()}
+
+
+def headers_digest() -> str:
+    """sha256 over every kernel header: part of each kernel's identity."""
+    digest = hashlib.sha256()
+    for header in sorted(KERNELS.glob("*.h")):
+        digest.update(header.name.encode() + b"\0" + header.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def source(store: Store) -> str:
+    """One C++ file with every unique kernel of a model and the pool that runs them."""
+    includes = "".join(f'#include "{name}"\n' for name in dict.fromkeys(["pool.h", *store.headers]))
+    bodies = "".join(
+        f'\n// {kernel.name}: {kernel.op}\nextern "C" void {kernel.symbol}(void* const* b, const infc_run* r) {{\n{store.bodies[key]}\n}}\n'
+        for key, kernel in store.kernels.items() if not kernel.symbol.startswith("aten::"))
+    return includes + bodies
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """The compiler of this machine, for one instruction set."""
+
+    isa: str
+    name: str                                         # "g++ (Debian 12.2.0-14) 12.2.0"
+    identity: str                                     # name and flags: what a key must hold
+
+    def build(self, text: str, cache: Path | None) -> bytes:
+        """The shared library of a source. Raises UserError without a compiler, CheckFailed where it does not compile."""
+        with tempfile.TemporaryDirectory(prefix="infc-code-") as folder:
+            return build(text, self.isa, Path(folder) / "kernels.so", cache).read_bytes()
+
+
+def toolchain(isa: str) -> Toolchain:
+    """Find the compiler. Raises UserError that names the package to install when there is none."""
+    compiler = find_compiler()
+    return Toolchain(isa, compiler.version, " ".join((compiler.version, *flags(isa, compiler))))

@@ -1,0 +1,43 @@
+// act(gate) * up, alone or as the end of the product that makes gate and up.
+#pragma once
+#include <cmath>
+#include "linear.h"
+
+namespace infc {
+
+enum Act { SILU, GELU, GELU_TANH };
+
+template <Act A> INFC_INLINE f32x16 activate(f32x16 x) {
+    if (A == SILU) return x / (splat(1.0f) + exp(-x));
+    if (A == GELU_TANH) {
+        f32x16 inner = splat(0.7978845608028654f) * fma(splat(0.044715f) * x * x, x, x);
+        return splat(0.5f) * x * (splat(1.0f) + tanh(inner));
+    }
+    float v[16];                                         // exact GELU: libm's erf, lane by lane
+    store16(v, x);
+    for (float& e : v) e = 0.5f * e * (1.0f + erff(e * 0.7071067811865476f));
+    return load16(v);
+}
+
+// x [rows, 2f] -> y [rows, f]
+template <class X, class Y, Act A> void swiglu(const infc_run* r, int64_t rows, int64_t f, const void* x, void* y) {
+    Span mine = share(rows, r->thread, r->threads);
+    for (int64_t i = mine.begin; i < mine.end; i++)
+        for (int64_t c = 0; c < f; c += 16) {
+            const X* gate = static_cast<const X*>(x) + i * 2 * f + c;
+            store_some(static_cast<Y*>(y) + i * f + c, activate<A>(load_some(gate, f - c)) * load_some(gate + f, f - c), f - c);
+        }
+}
+
+// The panel of 32 columns holds 16 of the gate and the matching 16 of up, so the end of the product is local.
+template <class T, class Y, Act A>
+void linear_swiglu(const infc_run* r, int64_t rows, int64_t k, int64_t f, const void* x, const void* w, void* y) {
+    product<T>(r, rows, static_cast<const T*>(x), w, k, (f + 15) / 16,
+               [&](int64_t row, int64_t count, int64_t panel, const float* out) {
+        for (int64_t i = 0, c = panel * 16; i < count; i++)
+            store_some(static_cast<Y*>(y) + (row + i) * f + c,
+                       activate<A>(load16(out + i * COLS)) * load16(out + i * COLS + 16), f - c);
+    });
+}
+
+}  // namespace infc

@@ -1,0 +1,90 @@
+"""What a backend says of one unit of work: the code of its kernel, and what each argument is."""
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from ..runtime.program import DIMS
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight in a physical layout; packed once per (placeholder, layout), whatever the number of buckets."""
+
+    node: fx.Node
+    layout: str
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Bytes in the arena that live during this step only, shared by all threads."""
+
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Out:
+    """The i-th result of the unit (0 for a single one)."""
+
+    index: int
+
+
+Arg = fx.Node | Weight | Scratch | Out
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One step: `body` is the text of the kernel, which finds args[i] at b[i] and the live sizes in r->dims."""
+
+    name: str
+    body: str
+    args: tuple[Arg, ...]
+    headers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a backend may know while it lowers: the target's instruction set, the bucket, and how sizes are spelled."""
+
+    target: str                                       # "x86-64-v4-bf16", "x86-64-v3", ...
+    bucket: Mapping[str, int]                         # maxima of T, N, R, M
+    symbols: Mapping[str, str] = field(default_factory=dict)   # sympy symbol -> public dim name
+
+    def name(self, size: object) -> int | str:
+        """An int, or the public name of a symbolic size ("T", "N+1"). Raises ValueError for any other expression."""
+        if isinstance(size, int):
+            return size
+        expression = size.node.expr                   # type: ignore[attr-defined]   # a torch.SymInt
+        if expression.is_Integer:
+            return int(expression)
+        if expression.is_Symbol:
+            return self.symbols[str(expression)]
+        free = list(expression.free_symbols)
+        if len(free) == 1 and expression - free[0] == 1:
+            return f"{self.symbols[str(free[0])]}+1"
+        raise ValueError(f"the size {expression} is neither a number nor one of the dims {', '.join(DIMS)}")
+
+    def shape(self, shape: object) -> tuple[int | str, ...]:
+        return tuple(self.name(size) for size in shape)   # type: ignore[attr-defined]
+
+    def maximum(self, size: object) -> int:
+        """The size at the bucket's maximum. P, the number of blocks, is the runtime's choice and counts as one."""
+        named = self.name(size) if not isinstance(size, str) else size
+        if isinstance(named, int):
+            return named
+        base, plus, _ = named.partition("+")
+        return (1 if base == "P" else self.bucket[base]) + (1 if plus else 0)
+
+    def dim(self, size: object) -> int | str:
+        """An int, or the C++ expression of the live size."""
+        named = self.name(size)
+        if isinstance(named, int):
+            return named
+        base, plus, _ = named.partition("+")
+        live = f"r->dims[{DIMS.index(base)}]"
+        return f"({live} + 1)" if plus else live
+
+    def rows(self, node: fx.Node) -> str:
+        """The C++ expression of the number of rows: the product of all dims but the last."""
+        factors = [str(self.dim(size)) for size in node.meta["val"].shape[:-1]]
+        return " * ".join(factor for factor in factors if factor != "1") or "1"

@@ -1,0 +1,326 @@
+"""The command line: `infc compile run inspect verify check bench targets models`.
+
+Results go to stdout (with --json one JSON document and nothing else), progress and errors to stderr. A user's mistake is
+one line and exit code 2, a failed check is 1, Ctrl-C is 130. `infc run` must start fast, so nothing heavy is imported
+before the command that needs it: typer takes 45 ms, rich 45, torch 2000.
+"""
+import errno
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from typer.exceptions import TyperException
+
+from ..runtime.errors import RuntimeFault
+from .errors import CheckFailed, InfcError, UserError
+
+if TYPE_CHECKING:
+    from ..runtime.session import Model
+
+
+class _MeasureByDefault(typer.core.TyperGroup):
+    """`infc bench ARTIFACT` is `infc bench measure ARTIFACT`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in (*self.commands, "--help"): args = ["measure", *args]
+        return super().parse_args(ctx, args)
+
+
+_OPTIONS: dict[str, Any] = {"no_args_is_help": True, "add_completion": False, "pretty_exceptions_enable": False}
+app = typer.Typer(help="infc: a compiler for inference graphs.", **_OPTIONS)
+bench = typer.Typer(help="Measure an artifact on this machine, or compare two measurements.", cls=_MeasureByDefault, **_OPTIONS)
+app.add_typer(bench, name="bench")
+
+Artifact = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="what `infc compile` wrote: NAME.infc", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="one JSON document on stdout")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="no progress, no tables")]
+Threads = Annotated[int | None, typer.Option(min=1, help="threads to use [default: one a core]", show_default=False)]
+
+
+@app.command("compile")
+def compile_model(
+    model: Annotated[str, typer.Argument(help="a name from `infc models`, a Hugging Face folder, a GGUF file", show_default=False)],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="[default: ./NAME.infc]", show_default=False)] = None,
+    target: Annotated[str, typer.Option(help="a name from `infc targets`; cpu is this machine")] = "cpu",
+    dtype: Annotated[Literal["bf16", "fp32"], typer.Option(help="of weights, KV cache and products")] = "bf16",
+    allow: Annotated[Literal["exact", "distribution", "approximate"], typer.Option(help="the weakest contract a pass may have")] = "approximate",
+    check: Annotated[Literal["off", "fast", "strict"], typer.Option(help="how far each pass is checked")] = "fast",
+    buckets: Annotated[str | None, typer.Option(help="token counts, like 1,16,256 [default: chosen]", show_default=False)] = None,
+    max_sequences: Annotated[int, typer.Option(min=1, help="sequences in one step")] = 16,
+    strict: Annotated[bool, typer.Option("--strict", help="fail where a step would fall back")] = False,
+    dump: Annotated[Path | None, typer.Option(help="folder for the text after each pass and of each program", show_default=False)] = None,
+    force: Annotated[bool, typer.Option("--force", help="replace the output if it exists")] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Compile MODEL to an artifact."""
+    from . import console
+
+    with console.Reporter(quiet=quiet) as report:
+        from . import driver
+
+        chosen = {"buckets": _counts("buckets", buckets)} if buckets else {}
+        options = driver.Options(target, dtype, allow, check, max_sequences=max_sequences, strict=strict, dump=dump, force=force, **chosen)
+        result = driver.compile(model, output, options=options, on_event=report).json()
+    if as_json: _print_json(result)
+    elif quiet: print(result["artifact"])
+    else: console.compiled(result)
+
+
+@app.command()
+def run(
+    artifact: Artifact,
+    prompt: Annotated[list[str], typer.Option("--prompt", "-p", help="may repeat; - reads it from stdin", show_default=False)],
+    chat: Annotated[bool, typer.Option("--chat", help="wrap each prompt in the model's chat template")] = False,
+    max_tokens: Annotated[int, typer.Option(help="new tokens a prompt")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="1 is off")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="0 is off")] = 0,
+    seed: Annotated[int, typer.Option(help="of the sampler")] = 0,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="go on after the end token")] = False,
+    threads: Threads = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Load ARTIFACT and answer; a single prompt's answer is streamed."""
+    model = _load(artifact, threads)
+    prompts = [sys.stdin.read() if p == "-" else p for p in prompt]
+    options: dict[str, Any] = {
+        "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed,
+        "ignore_eos": ignore_eos, "chat": chat,
+    }
+    with model:
+        if as_json:
+            outputs = model.generate(prompts, **options)
+            _print_json({"outputs": outputs, "timing": model.timing})
+        elif len(prompts) == 1:
+            for piece in model.stream(prompts[0], **options): print(piece, end="", flush=True)
+            print()
+        else:
+            for text, output in zip(prompts, model.generate(prompts, **options), strict=True): print(f"--- {text}\n{output.text}")
+    if not (quiet or as_json):
+        timing = model.timing
+        then = f", then {1 / timing.tpot_s:.0f} tokens/s" if timing.tpot_s else ""
+        print(f"[loaded in {timing.load_s:.2f} s, first token in {timing.ttft_s:.3f} s{then}]", file=sys.stderr)
+
+
+@app.command()
+def inspect(artifact: Artifact, as_json: Json = False) -> None:
+    """Show what ARTIFACT holds; none of its code is run."""
+    from ..runtime.artifact import read
+    from . import console
+
+    with read(_existing(artifact)) as opened:
+        manifest = opened.manifest
+    kernels = [{name: getattr(kernel, name) for name in kernel.__struct_fields__} for kernel in manifest.kernels]
+    whole = _plain(manifest)
+    shown = {"manifest": whole, "kernels": kernels, "buckets": whole["buckets"]}
+    if as_json: _print_json(shown)
+    else: console.inspected(shown)
+
+
+@app.command()
+def verify(artifact: Artifact, threads: Threads = None, as_json: Json = False, quiet: Quiet = False) -> None:
+    """Hash every file of ARTIFACT and replay its golden prompts; exit code 1 if an answer differs."""
+    from ..runtime.artifact import verify_files
+    from ..runtime.golden import replay
+    from . import console
+
+    verify_files(_existing(artifact)).close()
+    with _load(artifact, threads) as model: report = _plain(replay(model))
+    if as_json: _print_json(report)
+    elif not quiet: console.pairs("verified", report)
+    if not report["passed"]:
+        raise CheckFailed(f"{artifact}: its answers differ from the recorded ones; compile it again, and report this if it stays")
+
+
+@app.command()
+def check(
+    artifact: Artifact,
+    target: Annotated[str, typer.Option(help="a name from `infc targets`; cpu is this machine")] = "cpu",
+    as_json: Json = False,
+) -> None:
+    """Would ARTIFACT run on a machine? Reads its manifest and hashes its files; none of its code is run."""
+    from ..runtime.artifact import verify_files
+    from . import targets
+
+    machine = targets.find(target)
+    with verify_files(_existing(artifact)) as opened:
+        manifest = opened.manifest
+    flags = targets.host_flags() if target == "cpu" else frozenset(machine.flags)
+    missing = sorted(set(manifest.isa) - flags)
+    report = {"artifact": str(artifact), "target": machine.name, "runs": not missing, "missing": missing, "files": len(manifest.files)}
+    if as_json: _print_json(report)
+    if missing:
+        raise UserError(f"{artifact}: needs {', '.join(missing)}, which {machine.name} lacks; compile it with --target {machine.name}")
+    if not as_json: print(f"{artifact}: {len(manifest.files)} files as hashed; runs on {machine.name}")
+
+
+@bench.command("measure", hidden=True)
+def measure(
+    artifact: Artifact,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="also save the JSON here", show_default=False)] = None,
+    batches: Annotated[str, typer.Option(help="sequences at once")] = "1,8",
+    contexts: Annotated[str, typer.Option(help="tokens before the decode that is measured")] = "128,448",
+    new_tokens: Annotated[int, typer.Option(min=2, help="tokens decoded in a sample")] = 64,
+    prefill: Annotated[str, typer.Option(help="prompt lengths")] = "128,256,1024",
+    rounds: Annotated[int, typer.Option(min=1, help="samples of each; medians want 5 or more")] = 5,
+    threads: Threads = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure ARTIFACT on this machine: fresh process, warm, and steady apart, beside the machine's own read rate."""
+    from ..runtime import bench as core
+    from . import console
+
+    work = core.Workload(
+        _counts("batches", batches), _counts("contexts", contexts), new_tokens, _counts("prefill", prefill), rounds=rounds)
+    note = None if quiet else lambda text: print(f"  {text}", file=sys.stderr)
+    report = core.measure(_existing(artifact), work, threads=threads, note=note)
+    if output: output.write_text(_json(report) + "\n")
+    if as_json: _print_json(report)
+    elif not quiet: console.measured(report)
+
+
+@bench.command("compare")
+def compare(
+    before: Annotated[Path, typer.Argument(metavar="A.json", help="what `infc bench -o` wrote", show_default=False)],
+    after: Annotated[Path, typer.Argument(metavar="B.json", show_default=False)],
+    as_json: Json = False,
+) -> None:
+    """Show B beside A; refuses if they measured different workloads or contracts."""
+    from ..runtime import comparison
+    from . import console
+
+    report = comparison.compare(comparison.load(before), comparison.load(after))
+    if as_json: _print_json(report)
+    else: console.compared(report)
+
+
+@app.command("targets")
+def list_targets(as_json: Json = False) -> None:
+    """List the machines infc compiles for."""
+    from . import targets
+
+    here = targets.host().name
+    rows = [{"name": t.name, "kind": t.kind, "isa": t.isa, "description": t.description, "source": t.source,
+             "runs_here": not targets.missing(t)} for t in targets.TARGETS.values()]
+    if as_json:
+        _print_json({"host": here, "targets": rows})
+        return
+    from .console import table
+
+    table("targets; cpu is this machine: " + here, ("name", "runs here", "what it is"),
+          [(r["name"], "yes" if r["runs_here"] else "no", r["description"]) for r in rows])
+
+
+@app.command("models")
+def list_models(as_json: Json = False) -> None:
+    """List the known models."""
+    from ..models import table as known
+
+    rows = [{"name": m.name, "about": m.about, "license": m.license, "config": m.config, "weights": "real" if m.source else "random"}
+            for m in known().values()]
+    if as_json:
+        _print_json({"models": rows})
+        return
+    from .console import table
+
+    table("models; a Hugging Face folder or a GGUF file works too", ("name", "weights", "license", "what it is"),
+          [(r["name"], r["weights"], r["license"], r["about"]) for r in rows])
+
+
+def _existing(artifact: Path) -> Path:
+    """The path, if it may be an artifact; else an error that says how to make one of it."""
+    from .. import models
+
+    if artifact.exists():
+        if not artifact.is_dir() and artifact.suffix != ".gguf" or (artifact / "manifest.json").exists(): return artifact
+        if artifact.suffix == ".gguf" or (artifact / "config.json").exists():
+            raise UserError(f"{artifact} is a model, not an artifact: compile it first, with: infc compile {artifact}")
+        return artifact
+    if str(artifact) in models.table() or str(artifact).startswith("random:"):
+        raise UserError(f"{artifact} is a model, not an artifact: compile it first, with: infc compile {artifact}")
+    near = [p.name for p in artifact.parent.glob("*.infc")] if artifact.parent.is_dir() else []
+    hint = f"; there {'is' if len(near) == 1 else 'are'} {', '.join(sorted(near)[:5])}" if near else "; `infc compile MODEL` makes one"
+    raise UserError(f"{artifact}: no such artifact{hint}")
+
+
+def _load(artifact: Path, threads: int | None) -> "Model":
+    from ..runtime.session import load
+
+    return load(_existing(artifact), threads=threads)
+
+
+def _counts(name: str, text: str) -> tuple[int, ...]:
+    """"1,16,256" as numbers."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise UserError(f"--{name} is {text!r}: give whole numbers with commas between them, like 1,16,256") from error
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; returns its exit code. Only a bug in infc leaves a traceback."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))     # so that unfinished files are removed
+    try:
+        command = typer.main.get_command(app)
+        with command.make_context("infc", list(sys.argv[1:] if arguments is None else arguments)) as context:
+            command.invoke(context)
+        sys.stdout.flush()
+    except typer.Exit as done:
+        return done.exit_code
+    except (InfcError, RuntimeFault) as error:
+        return _fail(str(error), error.exit_code)
+    except TyperException as error:
+        return _fail(_usage(error), 2)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())              # the reader left: nobody to tell
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        return _fail(_os_error(error), 2)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return 0
+
+
+def _fail(message: str, code: int) -> int:
+    """One line on stderr, whatever the message."""
+    print("infc: " + " ".join(message.split()), file=sys.stderr)
+    return code
+
+
+def _usage(error: TyperException) -> str:
+    """A wrong option or argument, with the command that lists the right ones."""
+    context = getattr(error, "ctx", None)
+    command = f" (see: {context.command_path} --help)" if context else ""
+    return error.format_message().replace("Value error, ", "").rstrip(".") + command
+
+
+def _os_error(error: OSError) -> str:
+    where = f"{error.filename}: " if error.filename else ""
+    if error.errno == errno.ENOSPC: return f"{where}no space left on the disk"
+    return f"{where}{error.strerror or error}"
+
+
+def _plain(value: Any) -> Any:
+    """Structs, dataclasses and paths as JSON's own types."""
+    import msgspec
+
+    return msgspec.to_builtins(value, enc_hook=str)
+
+
+def _json(value: Any) -> str:
+    """Structs, paths and all; NaN becomes null."""
+    import msgspec
+
+    return msgspec.json.format(msgspec.json.encode(value, enc_hook=str), indent=1).decode()
+
+
+def _print_json(value: Any) -> None:
+    print(_json(value))

@@ -1,0 +1,274 @@
+"""compile(): the whole story on one page, and the only file that knows frontends, passes, backends and the artifact."""
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from .. import passes
+from ..backends.launch import Context
+from ..backends.program import Store, build
+from ..runtime.artifact import GOLDEN, Parts, write
+from ..runtime.golden import Case, pack, replay
+from ..runtime.manifest import BLOCK, GoldenInfo, KvBuffer, Manifest, ModelInfo, PassInfo
+from ..runtime.program import Program
+from ..runtime.session import load
+from . import keys, targets, verification
+from .cost import decode_bytes, unit_cost
+from .errors import CheckFailed, UserError
+from .frontends import capture
+from .ir import Graph
+from .pipeline import PassResult, PipelineReport, run_pipeline
+from .placement import Placement, place
+
+if TYPE_CHECKING:
+    from torch import nn
+
+DTYPES = ("bf16", "fp32")
+BUCKETS = (1, 16, 128, 512)
+"""Tokens per step. CPU kernels take the live count, so a bucket only bounds memory; 512 is where products reach their peak."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user may choose. Every field reaches the version key."""
+
+    target: str = "cpu"
+    dtype: str = "bf16"
+    allow: str = "approximate"
+    check: str = "fast"
+    buckets: tuple[int, ...] = BUCKETS
+    max_sequences: int = 16
+    strict: bool = False
+    dump: Path | None = None
+    force: bool = False
+
+
+@dataclass(frozen=True)
+class Event:
+    """What is happening: a phase began, a pass ended, or something worth a line."""
+
+    kind: str                                         # "phase" | "pass" | "note"
+    name: str
+    text: str = ""
+    fraction: float | None = None
+
+
+@dataclass
+class Result:
+    """What a compile made; every field is JSON-able but `artifact`, which is a path."""
+
+    artifact: Path
+    version: str
+    seconds: dict[str, float] = field(default_factory=dict)
+    passes: list[dict[str, Any]] = field(default_factory=list)
+    program: dict[str, dict[str, int]] = field(default_factory=dict)
+    verify: dict[str, Any] = field(default_factory=dict)
+    predicted: dict[str, float] = field(default_factory=dict)
+    size_bytes: int = 0
+
+    def json(self) -> dict[str, Any]:
+        """The stable form of `infc compile --json`."""
+        return asdict(self) | {"artifact": str(self.artifact)}
+
+
+Listener = Callable[[Event], None]
+
+
+class _Clock:
+    """Times phases and tells the listener."""
+
+    def __init__(self, listen: Listener, phases: int):
+        self.listen, self.phases, self.seconds = listen, phases, dict[str, float]()
+
+    @contextmanager
+    def phase(self, name: str, text: str) -> Iterator[None]:
+        self.listen(Event("phase", name, text, len(self.seconds) / self.phases))
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = round(time.perf_counter() - start, 3)
+
+
+def compile(
+    model: "str | Path | nn.Module", output: Path | str | None = None, *, options: Options | None = None, on_event: Listener | None = None,
+) -> Result:
+    """Compile a decoder to an artifact: capture, passes, placement, code, verification, files.
+
+    model: a known name, a GGUF file, a Hugging Face folder, or a module. output: NAME.infc, by default ./<name>.infc.
+    Raises UserError for what cannot be compiled as asked, CheckFailed when a pass or the program breaks its promise,
+    runtime.errors.RuntimeFault when the artifact cannot be written. Nothing half-made is left behind.
+    """
+    options = options or Options()
+    _check(options)
+    target = targets.find(options.target)
+    listen = on_event or (lambda event: None)
+    clock = _Clock(listen, 6)
+
+    with clock.phase("capture", f"capturing {model if isinstance(model, (str, Path)) else type(model).__name__}"):
+        captured = capture(model, progress=lambda line: listen(Event("note", "capture", line)))
+    path = Path(output) if output is not None else Path(f"{_file_name(captured)}.infc")
+    path = path if path.suffix == ".infc" else path.with_name(path.name + ".infc")
+    with clock.phase("passes", "rewriting the graph"):
+        graph = captured.copy()
+        report = _run_passes(graph, options, listen)
+    with clock.phase("programs", "placing and packing"):
+        backend = _backend(target.kind)
+        toolchain = backend.toolchain(target.isa)
+        store = Store(target.isa, keys.digest([toolchain.identity, backend.headers_digest()]))
+        programs, placement = _programs(graph, options, backend, target.isa, store)
+    with clock.phase("code", f"building {len(store.kernels)} kernels with {toolchain.name}"):
+        code = toolchain.build(backend.source(store), cache_folder() / "code")
+    with clock.phase("golden", "computing golden outputs in fp64"):
+        golden = verification.golden(captured, graph, options.buckets)
+    version = keys.version(graph, programs, options, target.isa, toolchain.identity)
+    with clock.phase("write", f"writing and verifying {path.name}"):
+        parts = Parts(
+            manifest=_manifest(captured, graph, target, options, report, store, version, toolchain.identity, golden),
+            programs=programs, code=code, weights=backend.tensors(store),
+            golden=pack([Case(c.tokens, c.rows, c.logits.numpy()) for c in golden.cases]),
+            tokenizer=(captured.meta.get("tokenizer_json") or "").encode(),
+            report={"passes": report.json(), "coverage": _coverage(placement), "seconds": clock.seconds},
+        )
+        verified: dict[str, Any] = {"graph_error": golden.graph_error}
+        write(path, parts, force=options.force, check=lambda folder: verified.update(_replay(folder, target)))
+    clock.seconds["total"] = round(sum(clock.seconds.values()), 3)
+    return Result(
+        artifact=path, version=version, seconds=clock.seconds, passes=report.json(), program=_summary(programs, placement),
+        verify=verified, predicted=_predict(programs, parts.manifest, verified), size_bytes=_size(path))
+
+
+def _check(options: Options) -> None:
+    if options.dtype not in DTYPES:
+        raise UserError(f"unknown dtype {options.dtype!r}: choose one of {', '.join(DTYPES)}")
+    if not options.buckets or any(b < 1 for b in options.buckets):
+        raise UserError(f"buckets are {list(options.buckets)}: give at least one number of tokens, each 1 or more")
+    if not 1 <= options.max_sequences <= 256:
+        raise UserError(f"max_sequences is {options.max_sequences}: choose 1..256")
+    if options.dump and options.dump.exists() and (not options.dump.is_dir() or any(options.dump.iterdir())):
+        raise UserError(f"the dump folder {options.dump} is not empty: name a new one")
+
+
+def _run_passes(graph: Graph, options: Options, listen: Listener) -> PipelineReport:
+    def tell(result: PassResult) -> None:
+        listen(Event("pass", result.name, f"fired {result.fired}, refused {len(result.refused)}"))
+
+    chosen = passes.pipeline(options.dtype)
+    return run_pipeline(
+        graph, chosen, allow=options.allow, check=options.check, dump=options.dump, progress=tell,   # type: ignore[arg-type]
+        options={"dtype": options.dtype, "max_sequences": options.max_sequences})
+
+
+def _backend(kind: str) -> Any:
+    if kind == "cpu":
+        from ..backends import cpu
+
+        return cpu
+    raise UserError(f"no backend for {kind} targets in this version")
+
+
+def _programs(graph: Graph, options: Options, backend: Any, isa: str, store: Store) -> tuple[list[Program], Placement]:
+    programs, placement = [], None
+    for tokens in sorted(set(options.buckets)):
+        rows = min(tokens, options.max_sequences)
+        blocks = -(-int(graph.meta["max_positions"]) // BLOCK)
+        context = Context(isa, {"T": tokens, "N": rows, "R": rows, "M": blocks}, graph.symbols)
+        placement = place(graph, backend.backends(), context)
+        if options.strict and placement.count("aten"):
+            unit = next(unit for unit in placement.units if unit.backend == "aten")
+            raise CheckFailed(f"--strict: {unit.op} ({' '.join(unit.origin) or unit.nodes[0].name}, {unit.nodes[0].meta.get('line', '')}) "
+                              "has no kernel and would run as an ATen step")
+        programs.append(build(graph, placement.units, context, store, backend.pack, unit_cost))
+    assert placement is not None
+    return programs, placement
+
+
+def _manifest(
+    captured: Graph, graph: Graph, target: targets.Target, options: Options, report: PipelineReport, store: Store,
+    version: str, toolchain: str, golden: "verification.Golden",
+) -> Manifest:
+    meta = captured.meta
+    caches = graph.placeholders
+    return Manifest(
+        name=str(meta["name"]), version=version, target=options.target, machine=_machine(target), isa=target.flags,
+        dtype=options.dtype, contract=report.weakest.label,
+        model=ModelInfo(
+            name=str(meta["name"]), vocab=int(meta["vocab_size"]), max_positions=int(meta["max_positions"]),
+            eos_ids=tuple(meta.get("eos_token_ids") or ()), layers=int(meta.get("layers") or 0),
+            chat_template=meta.get("chat_template") or "", special_tokens=dict(meta.get("special_tokens") or {}),
+            parameters=sum(w.numel() for w in captured.weights.values()), license=meta.get("license") or "",
+            source=":".join(str(v) for v in (meta.get("source") or {}).values())),
+        passes=tuple(PassInfo(p.name, p.contract.label, p.fired) for p in report.passes if p.fired),
+        created_with={"infc": keys.infc_version(), "torch": torch.__version__, "python": platform.python_version(), "compiler": toolchain},
+        kv=tuple(_kv_buffer(name, caches[name].meta["val"]) for name in graph.kv),
+        kernels=tuple(store.kernels.values()), golden=GoldenInfo(GOLDEN, "max_abs", golden.bound))
+
+
+def _replay(folder: Path, target: targets.Target) -> dict[str, Any]:
+    """Load what was written and replay the golden cases through every bucket; on another machine, say so instead."""
+    missing = targets.missing(target)
+    if missing:
+        return {"replayed": False, "reason": f"this CPU lacks {', '.join(missing)}: run `infc verify` on the target"}
+    with load(folder) as model:
+        report = replay(model)
+        if not report.passed:
+            raise CheckFailed(f"the program is not the graph: golden logits differ by {report.error:.3g}, the bound is {report.bound:.3g} "
+                              f"(per bucket: {', '.join(f'{k} {v:.3g}' for k, v in report.errors.items())}); nothing was written")
+        size = model.memory()["weights"]
+        times = sorted(model.executor.read_weights() for _ in range(5))
+        return {"replayed": True, "read_gb_s": size / times[2], **msgspec.to_builtins(report)}
+
+
+def cache_folder() -> Path:
+    """Where compiled code is kept between compiles: $XDG_CACHE_HOME/infc, ~/.cache/infc."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "infc"
+
+
+def _machine(target: targets.Target) -> str:
+    return "x86_64" if target.flags else platform.machine()
+
+
+def _kv_buffer(name: str, fake: torch.Tensor) -> KvBuffer:
+    from ..backends.program import DTYPES as NAMES
+
+    heads, block, head_dim = (int(size) for size in fake.shape[1:])
+    return KvBuffer(name, NAMES[fake.dtype], heads * block * head_dim * fake.element_size())
+
+
+def _summary(programs: list[Program], placement: Placement) -> dict[str, dict[str, int]]:
+    return {program.name: {
+        "steps": len(program.steps), "unique_kernels": len({step.kernel for step in program.steps}),
+        "aten_steps": placement.count("aten"), "arena_bytes": program.arena_bytes,
+        "flops": sum(step.flops for step in program.steps), "bytes": sum(step.bytes for step in program.steps),
+    } for program in programs}
+
+
+def _coverage(placement: Placement) -> dict[str, Any]:
+    units: dict[str, int] = {}
+    for unit in placement.units:
+        units[unit.backend] = units.get(unit.backend, 0) + 1
+    return {"steps": units, "refused": {n: why for n, why in placement.refused.items() if "cpu" in why and "loops" in why}}
+
+
+def _predict(programs: list[Program], manifest: Manifest, verified: dict[str, Any]) -> dict[str, float]:
+    """Decode time of one sequence at the bandwidth measured while verifying; nothing where the target is another machine."""
+    if "read_gb_s" not in verified:
+        return {}
+    context = 256
+    moved = decode_bytes(programs[0], sum(kv.block_bytes for kv in manifest.kv) // BLOCK, context)
+    seconds = moved / (verified["read_gb_s"] * 1e9)
+    return {"context": context, "bytes": moved, "read_gb_s": verified["read_gb_s"], "decode_ms": seconds * 1e3, "decode_tok_s": 1 / seconds}
+
+
+def _file_name(graph: Graph) -> str:
+    kept = "".join(c if c.isalnum() or c in "-_." else "-" for c in str(graph.meta["name"]))
+    return kept.strip("-.") or "model"
+
+
+def _size(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

@@ -1,0 +1,167 @@
+"""A GGUF file as a Llama: weights dequantized to fp32, q and k rows put back in half-split order, tokenizer and template.
+
+Only the llama architecture. What the file asks for and models/llama.py does not do (biases, experts, YaRN) is refused by
+name; nothing in the file is ignored.
+"""
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...models.fetch import sha256
+from ...models.llama import Llama, LlamaConfig, inverse_frequencies
+from ..errors import UserError
+from .gguf_file import GGUFFile
+from .gguf_tokenizer import adds_bos, special_tokens, tokenizer_json
+from .model_meta import llama_meta
+
+NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+LAYER_NAMES = {
+    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+ROPE_FACTORS = "rope_freqs.weight"                                # Llama 3.1's scaling, as one divisor per frequency
+
+
+def load(path: Path, digest: str | None = None) -> tuple[Llama, dict[str, Any]]:
+    """(model in eval mode, Graph.meta) of a GGUF file. Raises UserError with one line for a file it cannot take."""
+    file = GGUFFile(path)
+    config = read_config(file)
+    model = build(file, config)
+    return model, describe(file, config, digest or sha256(path))
+
+
+def read_config(file: GGUFFile) -> LlamaConfig:
+    """LlamaConfig from `llama.*` metadata and the tensor list."""
+    name, data = file.path.name, file.metadata
+    architecture = data.get("general.architecture")
+    if architecture != "llama":
+        raise UserError(f"{name} has architecture {architecture!r}; the GGUF frontend reads 'llama'. "
+                        f"Give the model's Hugging Face folder instead")
+
+    def need(key: str) -> Any:
+        if f"llama.{key}" not in data:
+            raise UserError(f"{name} has no llama.{key}: it is truncated, or not a whole model")
+        value = data[f"llama.{key}"]
+        if isinstance(value, list) and len(set(value)) == 1:      # one number per layer, all equal
+            return value[0]
+        if isinstance(value, list | str | bool):
+            raise UserError(f"{name}: llama.{key} is {value!r}; one number for all layers is needed")
+        return value
+
+    hidden, q_heads = need("embedding_length"), need("attention.head_count")
+    head_dim = data.get("llama.attention.key_length", hidden // q_heads)
+    kv_heads = data.get("llama.attention.head_count_kv") and need("attention.head_count_kv") or q_heads
+    refusals = {
+        f"{data.get('llama.expert_count')} experts": data.get("llama.expert_count", 0) != 0,
+        f"value heads of {data.get('llama.attention.value_length')} beside key heads of {head_dim}":
+            data.get("llama.attention.value_length", head_dim) != head_dim,
+        f"rotary positions on {data.get('llama.rope.dimension_count')} of {head_dim} values":
+            data.get("llama.rope.dimension_count", head_dim) != head_dim,
+        f"{q_heads} query heads over {kv_heads} kv heads": q_heads % kv_heads != 0,
+        f"rope scaling {data.get('llama.rope.scaling.type')!r}":
+            data.get("llama.rope.scaling.type", "none") not in ("none", "linear"),
+    }  # fmt: skip
+    for what, refused in refusals.items():
+        if refused:
+            raise UserError(f"{name} asks for {what}, which this frontend does not read")
+    vocabulary = file.tensors.get("token_embd.weight")
+    if vocabulary is None:
+        raise UserError(f"{name} has no token_embd.weight: it is not a whole model")
+    return LlamaConfig(
+        vocab_size=vocabulary.shape[0], hidden_size=hidden, intermediate_size=need("feed_forward_length"),
+        layers=need("block_count"), q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, max_positions=need("context_length"),
+        rms_eps=_shortest(need("attention.layer_norm_rms_epsilon")), rope_theta=float(data.get("llama.rope.freq_base", 10_000.0)),
+        tied="output.weight" not in file.tensors,
+    )  # fmt: skip
+
+
+def build(file: GGUFFile, config: LlamaConfig) -> Llama:
+    """The model around the file's weights: made on the meta device, so each weight is in memory once."""
+    with torch.device("meta"):
+        model = Llama(config)
+    wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    places = {_place(name): name for name in file.tensors if name != ROPE_FACTORS}
+    _check_tensors(file, wanted, places)
+
+    def read(target: str) -> tuple[str, Tensor]:
+        name = places[target]
+        rows = file.rows(name)
+        heads = {"q_proj": config.q_heads, "k_proj": config.kv_heads}.get(target.split(".")[-2])
+        if heads:
+            rows = half_split(rows, heads)
+        return target, torch.from_numpy(file.dequantize(name, rows))
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:              # numpy releases the GIL in its loops
+        weights = dict(pool.map(read, wanted))
+    model.load_state_dict(weights, strict=False, assign=True)
+    model.tie()
+    model.model.rotary.inv_freq = _frequencies(file, config)
+    return model.eval().requires_grad_(False)
+
+
+def half_split(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Undo convert_hf_to_gguf's `permute`: interleaved (2i, 2i+1) rows of each head back to (i, i + d/2)."""
+    pairs = rows.reshape(heads, -1, 2, rows.shape[-1])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
+
+
+def describe(file: GGUFFile, config: LlamaConfig, digest: str) -> dict[str, Any]:
+    """Graph.meta: everything the runtime needs to know about the model, no path in it."""
+    data = file.metadata
+    eos = [data[key] for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id") if key in data]
+    return llama_meta(config) | {
+        "name": data.get("general.name", file.path.stem),
+        "license": data.get("general.license"),
+        "eos_token_ids": sorted(set(eos)),
+        "bos_token_id": data.get("tokenizer.ggml.bos_token_id"),
+        "add_bos": adds_bos(file),
+        "chat_template": data.get("tokenizer.chat_template"),
+        "tokenizer_json": tokenizer_json(file),
+        "special_tokens": special_tokens(file),
+        "source": {"kind": "gguf", "file": file.path.name, "sha256": digest},
+    }
+
+
+def _place(name: str) -> str:
+    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; unknown names stay as they are."""
+    stem, _, kind = name.rpartition(".")
+    parts = stem.split(".")
+    if len(parts) == 3 and parts[0] == "blk" and parts[2] in LAYER_NAMES:
+        return f"model.layers.{parts[1]}.{LAYER_NAMES[parts[2]]}.{kind}"
+    return f"{NAMES.get(stem, stem)}.{kind}"
+
+
+def _check_tensors(file: GGUFFile, wanted: dict[str, tuple[int, ...]], places: dict[str, str]) -> None:
+    name = file.path.name
+    missing, extra = sorted(set(wanted) - set(places)), sorted(set(places) - set(wanted))
+    if missing:
+        raise UserError(f"{name} lacks {len(missing)} of {len(wanted)} tensors, the first is {missing[0]}: it is not a whole model")
+    if extra:
+        raise UserError(f"{name} has {len(extra)} tensors a Llama has no place for, the first is {places[extra[0]]}")
+    for target, shape in wanted.items():
+        found = file.tensors[places[target]].shape
+        if found != shape:
+            raise UserError(f"{name}: tensor {places[target]} has shape {list(found)}, the metadata says {list(shape)}")
+
+
+def _frequencies(file: GGUFFile, config: LlamaConfig) -> Tensor:
+    frequencies = inverse_frequencies(config)
+    if file.metadata.get("llama.rope.scaling.type") == "linear":
+        frequencies = frequencies / float(file.metadata["llama.rope.scaling.factor"])
+    if ROPE_FACTORS in file.tensors:
+        factors = torch.from_numpy(file.dequantize(ROPE_FACTORS, file.rows(ROPE_FACTORS)))
+        if factors.shape != frequencies.shape or not bool((factors > 0).all()):
+            raise UserError(f"{file.path.name}: {ROPE_FACTORS} is not {len(frequencies)} positive factors")
+        frequencies = frequencies / factors
+    return frequencies
+
+
+def _shortest(value: float) -> float:
+    """The decimal a 32-bit float was written from: 9.999999747378752e-06 -> 1e-05."""
+    return float(str(np.float32(value)))

@@ -1,0 +1,25 @@
+"""infc:: operators: importing this registers them all; `aten` is the other half of the vocabulary."""
+import torch
+
+from .add_rms_norm import add_rms_norm
+from .attention import attention
+from .kv_write import BLOCK, kv_write
+from .layer_norm import layer_norm
+from .linear import linear
+from .linear_swiglu import linear_swiglu
+from .paged_attention import paged_attention
+from .registry import Cost, Operator, arguments, by_name, cost_of, names, nbytes, operator, operator_of
+from .rms_norm import rms_norm
+from .rope import rope
+from .rope_kv_write import rope_kv_write
+from .sample import sample
+from .swiglu import swiglu
+
+aten = torch.ops.aten
+infc = torch.ops.infc
+
+__all__ = [
+    "BLOCK", "Cost", "Operator", "add_rms_norm", "arguments", "aten", "attention", "by_name", "cost_of", "infc",
+    "kv_write", "layer_norm", "linear", "linear_swiglu", "names", "nbytes", "operator", "operator_of",
+    "paged_attention", "rms_norm", "rope", "rope_kv_write", "sample", "swiglu",
+]

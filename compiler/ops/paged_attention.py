@@ -1,0 +1,57 @@
+"""infc::paged_attention: causal attention of a mixed batch over the paged KV cache."""
+import torch
+from torch import Tensor
+
+from .attention import heads_per_group, visible, weigh
+from .registry import Cost, compute_dtype, nbytes, operator, out_bytes
+
+
+def cost(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, query_start: Tensor, context_len: Tensor, block_table: Tensor,
+    scale: float, window: int = 0, softcap: float = 0.0, out_dtype: torch.dtype | None = None,
+) -> Cost:
+    tokens, heads, head = q.shape
+    head_v, sequences = v_cache.shape[3], block_table.shape[0]
+    keys = block_table.shape[1] * k_cache.shape[2]         # context lengths are data: counted as if each table were full
+    cached = sequences * keys * k_cache.shape[1] * (head * k_cache.element_size() + head_v * v_cache.element_size())
+    small = nbytes(query_start) + nbytes(context_len) + nbytes(block_table)
+    written = out_bytes((tokens, heads * head_v), out_dtype or q.dtype)
+    return Cost(flops=tokens * heads * keys * (2 * head + 2 * head_v + 5), bytes=nbytes(q) + cached + small + written)
+
+
+@operator("infc::paged_attention", cost=cost)
+def paged_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, query_start: Tensor, context_len: Tensor, block_table: Tensor,
+    scale: float, window: int = 0, softcap: float = 0.0, out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Each token attends to its own sequence's keys.  q [T,Hq,D], caches [P,Hkv,block,D] -> [T,Hq*D] in out_dtype.
+
+    Sequence n owns tokens query_start[n] .. query_start[n+1]-1 (i32[N+1]); context_len[n] (i32[N]) counts its keys,
+    this step's tokens included, so its last token stands at position context_len[n]-1 and sees keys 0..that, or only the
+    last `window` of them. Key p lies in block block_table[n, p // block], offset p % block. Tokens of no sequence
+    (padding) give 0; nothing beyond context_len is read. Sums in fp32 (fp64 for fp64).
+    """
+    wide, block, head_v = compute_dtype(q.dtype), k_cache.shape[2], v_cache.shape[3]
+    group = heads_per_group(q.shape[1], k_cache.shape[1])
+    out = torch.zeros(q.shape[0], q.shape[1], head_v, dtype=wide, device=q.device)
+    starts = query_start.tolist()
+    for n, context in enumerate(context_len.tolist()):
+        first, last = starts[n], starts[n + 1]
+        if first == last: continue                         # a padded sequence
+        position = torch.arange(context, device=q.device)
+        blocks = block_table[n, position // block].long()
+        keys, values = (c[blocks, :, position % block].to(wide).transpose(0, 1).repeat_interleave(group, 0)
+                        for c in (k_cache, v_cache))       # [Hq, context, D]
+        scores = q[first:last].to(wide).transpose(0, 1) @ keys.transpose(-1, -2) * scale
+        seen = visible("causal", window, last - first, context, q.device)
+        out[first:last] = (weigh(scores, seen, softcap) @ values).transpose(0, 1)
+    return out.flatten(1).to(out_dtype or q.dtype)
+
+
+@paged_attention.register_fake
+def _(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, query_start: Tensor, context_len: Tensor, block_table: Tensor,
+    scale: float, window: int = 0, softcap: float = 0.0, out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    heads_per_group(q.shape[1], k_cache.shape[1])
+    return q.new_empty((q.shape[0], q.shape[1] * v_cache.shape[3]), dtype=out_dtype or q.dtype)

@@ -1,0 +1,131 @@
+"""Who runs what, and why not: every node of an optimized graph goes to the first backend that does not refuse it."""
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import networkx
+import torch
+from torch import fx
+
+from .errors import CheckFailed
+from .ir import Graph
+
+Value = tuple[fx.Node, int]                          # the i-th result of a node that is no alias
+
+_aten = torch.ops.aten
+_RESHAPES = {
+    _aten.view.default, _aten._unsafe_view.default, _aten.reshape.default, _aten.unsqueeze.default,
+    _aten.squeeze.dim, _aten.squeeze.dims, _aten.squeeze.default, _aten.alias.default, _aten.detach.default,
+}
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One step to be: the nodes it covers, the values it leaves behind, and how its backend lowers it."""
+
+    op: str
+    backend: str
+    nodes: tuple[fx.Node, ...]
+    results: tuple[Value, ...]
+    lower: Callable[[Any], Any]                      # backends.launch.Context -> backends.launch.Launch
+
+    @property
+    def origin(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(path for node in self.nodes for path in node.meta.get("origin", ())))
+
+    @property
+    def passes(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for node in self.nodes for name in node.meta.get("passes", ())))
+
+
+class Backend(Protocol):
+    """Claims units of a graph. `claim` gets the nodes nobody has taken yet, and says no with a reason per node."""
+
+    name: str
+
+    def claim(self, graph: Graph, free: Sequence[fx.Node], context: Any) -> "Claims": ...
+
+
+@dataclass
+class Claims:
+    units: list[Unit] = field(default_factory=list)
+    refused: dict[fx.Node, str] = field(default_factory=dict)
+
+
+@dataclass
+class Placement:
+    """units run in this order. refused: node name -> {backend: reason}, for every node some backend said no to."""
+
+    units: list[Unit]
+    refused: dict[str, dict[str, str]]
+
+    def count(self, backend: str) -> int:
+        return sum(unit.backend == backend for unit in self.units)
+
+
+def is_alias(node: fx.Node) -> bool:
+    """True for a node that only renames memory: values are contiguous, so a reshape moves nothing."""
+    return node.op == "call_function" and (node.target in _RESHAPES or node.target is operator.getitem)
+
+
+def source_of(node: fx.Node) -> Value:
+    """The value an alias stands for: through reshapes, and through getitem to the i-th result."""
+    index = 0
+    while is_alias(node):
+        if node.target is operator.getitem:
+            index = int(node.args[1])                # type: ignore[arg-type]
+        node = node.args[0]                          # type: ignore[assignment]
+    return node, index
+
+
+def place(graph: Graph, backends: Sequence[Backend], context: Any) -> Placement:
+    """Offers every node to the backends in order of preference. Raises CheckFailed when one is left over."""
+    free = [n for n in graph.module.graph.nodes if n.op == "call_function" and not is_alias(n) and not _is_size(n)]
+    units: list[Unit] = []
+    refused: dict[str, dict[str, str]] = {}
+    for backend in backends:
+        claims = backend.claim(graph, free, context)
+        units += claims.units
+        for node, reason in claims.refused.items():
+            refused.setdefault(node.name, {})[backend.name] = reason
+        taken = {node for unit in claims.units for node in unit.nodes}
+        free = [node for node in free if node not in taken]
+    if free:
+        node = free[0]
+        why = "; ".join(f"{name}: {reason}" for name, reason in refused.get(node.name, {}).items())
+        raise CheckFailed(
+            f"no backend runs {len(free)} of the graph's nodes; the first is {node.target} ({node.name}, "
+            f"{' '.join(node.meta.get('origin', ())) or 'no module'}): {why}")
+    return Placement(_in_order(graph, units), refused)
+
+
+def _is_size(node: fx.Node) -> bool:
+    return not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list, type(None)))
+
+
+def _in_order(graph: Graph, units: list[Unit]) -> list[Unit]:
+    """Units sorted by their dependences; ties, and every use of one cache, keep the graph's own order."""
+    position = {node: i for i, node in enumerate(graph.module.graph.nodes)}
+    owner = {node: i for i, unit in enumerate(units) for node in unit.nodes}
+    start = [max(position[node] for node in unit.nodes) for unit in units]
+    order = networkx.DiGraph()
+    order.add_nodes_from(range(len(units)))
+    for i, unit in enumerate(units):
+        for node in unit.nodes:
+            for value in node.all_input_nodes:
+                producer = owner.get(source_of(value)[0], i)
+                if producer != i:
+                    order.add_edge(producer, i)
+    for name in graph.kv:
+        cache = next(n for n in graph.module.graph.nodes if n.op == "placeholder" and n.name == name)
+        users = sorted({owner[user] for user in cache.users if user in owner}, key=lambda i: start[i])
+        networkx.add_path(order, users)
+    try:
+        ranked = list(networkx.lexicographical_topological_sort(order, key=lambda i: start[i]))
+    except networkx.NetworkXUnfeasible as error:
+        raise CheckFailed(f"the steps depend on each other in a circle: {error}") from error
+    return [units[i] for i in ranked]
+
+
+__all__ = ["Backend", "Claims", "Placement", "Unit", "Value", "is_alias", "place", "source_of"]

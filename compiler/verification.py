@@ -1,0 +1,77 @@
+"""Golden cases: what the captured model says in fp64, and how far a program of the optimized graph may be from it.
+
+The bound is measured, not chosen: twice the worst error of the optimized graph itself, run operator by operator in eager
+PyTorch in its own dtypes, plus one ulp of the largest logit. A kernel may round in another order; it may not be a
+different function.
+"""
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .contracts import run_fp64, run_plain
+from .ir import Graph
+
+ROWS = 8
+"""Positions of each case that are compared, the last ones: they depend on all the others."""
+
+SHORT = (1, 9, 37)
+"""Lengths besides the one that reaches the largest bucket: one token, less and more than one block of the KV pool."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt, the positions that are compared, and the captured model's logits there (fp64 arithmetic, stored f32)."""
+
+    tokens: list[int]
+    rows: list[int]
+    logits: torch.Tensor                              # f32 [rows, vocab]
+
+
+@dataclass(frozen=True)
+class Golden:
+    """Cases and the largest absolute difference a replay may show. graph_error: the optimized graph's own."""
+
+    cases: list[Case]
+    bound: float
+    graph_error: float
+
+
+def lengths(buckets: Sequence[int], max_positions: int) -> list[int]:
+    """Prompt lengths that reach every bucket: the longest is a little more than the second largest bucket."""
+    ordered = sorted(set(buckets))
+    longest = max((ordered[-2] if len(ordered) > 1 else 0) + 12, max(SHORT))
+    return sorted({min(length, max_positions) for length in (*SHORT, longest)})
+
+
+def golden(captured: Graph, graph: Graph, buckets: Sequence[int]) -> Golden:
+    """Cases from the captured graph in fp64, and the bound from the optimized step graph in eager PyTorch."""
+    assert captured.sample_inputs is not None
+    cases: list[Case] = []
+    worst, largest = 0.0, 0.0
+    for seed, length in enumerate(lengths(buckets, int(captured.meta["max_positions"]))):
+        ids, positions = captured.sample_inputs(1, length, seed)
+        rows = list(range(max(0, length - ROWS), length))
+        truth = run_fp64(captured, (ids, positions))[0][0, rows]
+        own = run_plain(graph, step_sample(graph, ids[0], rows))[graph.outputs.index("logits")]
+        worst = max(worst, float((own.double() - truth).abs().max()))
+        largest = max(largest, float(truth.abs().max()))
+        cases.append(Case(ids[0].tolist(), rows, truth.float()))
+    return Golden(cases, 2 * worst + torch.finfo(torch.float32).eps * largest, worst)
+
+
+def step_sample(graph: Graph, ids: torch.Tensor, rows: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """The step graph's inputs for one whole prompt in one step: blocks in order, `rows` sampled greedily. ids i64 [T]."""
+    length, caches = len(ids), [graph.placeholders[name].meta["val"] for name in graph.kv]
+    block = int(caches[0].shape[2])
+    blocks, count = -(-length // block), len(rows)
+    whole = torch.arange(length, dtype=torch.int32)
+    given = {
+        "input_ids": ids.to(torch.int32), "positions": whole, "slots": whole,
+        "query_start": torch.tensor([0, length], dtype=torch.int32), "context_len": torch.tensor([length], dtype=torch.int32),
+        "block_table": torch.arange(blocks, dtype=torch.int32)[None], "sample_rows": torch.tensor(rows, dtype=torch.int32),
+        "temperature": torch.zeros(count), "top_k": torch.zeros(count, dtype=torch.int32), "top_p": torch.ones(count),
+        "uniform": torch.zeros(count),
+    }
+    kv = [torch.zeros(blocks, *(int(size) for size in fake.shape[1:]), dtype=fake.dtype) for fake in caches]
+    return (*(given[name] for name in graph.inputs), *kv)

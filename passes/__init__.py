@@ -1,0 +1,35 @@
+"""The pipeline: every pass, in order, and why it stands where it stands."""
+from importlib import import_module
+
+from ..compiler.rewrite import AnyPass
+
+PIPELINE = (
+    "canonicalize",          # one spelling per idea, so that every later pattern is short
+    "fold_constants",        # what depends on weights alone is a weight
+    "merge_common",          # layers share their cos/sin and masks: later passes look at each once
+    "fuse_rms_norm",
+    "fuse_layer_norm",
+    "fuse_rope",             # before attention: it reads q and k as the projections left them
+    "rewrite_attention",     # unexpands kv heads, names the mask
+    "drop_dead",             # the masks, and the shapes they were made of
+    "merge_projections",     # q, k, v read x once; gate and up too
+    "fuse_swiglu",           # needs gate and up merged
+    "page_kv_cache",         # the step graph: from here on the inputs are tokens, slots and block tables
+    "sample_tokens",         # only the sampled rows reach the head
+    "fuse_linear_epilogue",  # bias and residual ride on the product
+    "fuse_add_rms_norm",     # the residual adds that follow no product
+    "fuse_rope_kv_write",    # needs the merged product and the cache
+    "merge_common",
+    "drop_dead",
+    "narrow_dtype",          # last: every earlier pass is judged in fp32
+)
+
+
+def load(name: str) -> AnyPass:
+    """The pass in passes/<name>.py."""
+    return import_module(f".{name}", __package__).PASS
+
+
+def pipeline(dtype: str) -> list[AnyPass]:
+    """The passes of a compile, in order. fp32 needs no narrowing."""
+    return [load(name) for name in PIPELINE if name != "narrow_dtype" or dtype != "fp32"]

@@ -1,0 +1,76 @@
+"""Run one ATen step: the only place of the runtime that imports torch, and only when a program has such a step.
+
+A step's kernel has the symbol `aten::topk.default [{"in":0},5,-1,true,true]`: the operator, then its arguments as JSON.
+Objects stand for what JSON has no word for: {"in": k} the k-th tensor read, {"dim": "T"} a live size, {"dtype": "f32"},
+{"float": "inf"}. Keyword-only arguments follow as one last object {"kwargs": {...}}.
+"""
+import ctypes
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import RuntimeFault
+
+PREFIX = "aten::"
+
+
+@dataclass(frozen=True)
+class View:
+    """A buffer at its live shape."""
+
+    address: int
+    dtype: str               # "f32", "bf16", ...
+    shape: tuple[int, ...]
+
+
+def is_aten(symbol: str) -> bool:
+    """True for the symbol of an ATen step."""
+    return symbol.startswith(PREFIX)
+
+
+def size(name: str, dims: Mapping[str, int]) -> int:
+    """The live value of "T" or "N+1"."""
+    base, _, plus = name.partition("+")
+    return dims[base] + int(plus or 0)
+
+
+def run(symbol: str, inputs: Sequence[View], outputs: Sequence[View], dims: Mapping[str, int]) -> None:
+    """Call the operator on `inputs` and copy its results into `outputs`. Raises RuntimeFault when torch is not there."""
+    try:
+        import torch
+    except ImportError as error:
+        raise RuntimeFault(f"this artifact has a step that calls {symbol.split()[0]}; install torch to run it") from error
+
+    dtypes = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "i64": torch.int64,
+              "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8, "bool": torch.bool}
+
+    def tensor(view: View) -> Any:
+        count = 1
+        for extent in view.shape: count *= extent
+        dtype = dtypes[view.dtype]
+        if count == 0: return torch.empty(view.shape, dtype=dtype)
+        memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(view.address)
+        return torch.frombuffer(memory, dtype=dtype).reshape(view.shape)
+
+    def value(item: Any) -> Any:
+        if isinstance(item, list): return [value(i) for i in item]
+        if not isinstance(item, dict): return item
+        (kind, content), = item.items()
+        if kind == "in": return tensor(inputs[content])
+        if kind == "dim": return size(content, dims)
+        if kind == "dtype": return dtypes[content]
+        return float(content)
+
+    target, _, text = symbol.removeprefix(PREFIX).partition(" ")
+    name, _, overload = target.partition(".")
+    arguments = json.loads(text)
+    keywords = arguments.pop()["kwargs"] if arguments and isinstance(arguments[-1], dict) and "kwargs" in arguments[-1] else {}
+    call = getattr(getattr(torch.ops.aten, name), overload)
+    with torch.no_grad():
+        result = call(*map(value, arguments), **{k: value(v) for k, v in keywords.items()})
+    results = result if isinstance(result, (tuple, list)) else (result,)
+    for view, found in zip(outputs, results, strict=True):
+        if tuple(found.shape) != view.shape:
+            raise RuntimeFault(f"aten::{target} returned shape {tuple(found.shape)}, its buffer holds {view.shape}")
+        tensor(view).copy_(found)

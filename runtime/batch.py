@@ -1,0 +1,72 @@
+"""One step's inputs: the tokens of any mix of sequences, flattened, as every program reads them."""
+
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from .blocks import Holder, blocks_for
+from .manifest import BLOCK
+from .options import Sampling
+
+
+class SequenceState(Holder):
+    """A sequence in the KV pool: how many tokens are written, and in which blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length = 0
+
+
+class Work(NamedTuple):
+    """What one sequence does in a step: these tokens follow those it has; its last `rows` tokens are sampled."""
+
+    sequence: SequenceState
+    tokens: Sequence[int]
+    rows: int
+    sampling: Sampling = Sampling()
+    uniform: float = 0.0  # in [0, 1), drawn by the sequence's own generator
+
+
+_BELOW_ONE = 1 - 2**-24
+"""The largest float32 below one: a uniform number must not round up to 1."""
+
+
+def fill(inputs: Mapping[str, memoryview], works: Sequence[Work]) -> dict[str, int]:
+    """Write the inputs of a step; returns its live sizes T, N, R, M. Every sequence must own the blocks it needs."""
+    ids, positions, slots = array("i"), array("i"), array("i")
+    starts, lengths, rows = array("i", [0]), array("i"), array("i")
+    temperature, top_k, top_p, uniform = array("f"), array("i"), array("f"), array("f")
+    for sequence, tokens, sampled, sampling, number in works:
+        begin, end, blocks = sequence.length, sequence.length + len(tokens), sequence.blocks
+        ids.extend(tokens)
+        positions.extend(range(begin, end))
+        slots.extend([blocks[p // BLOCK] * BLOCK + p % BLOCK for p in range(begin, end)])
+        starts.append(len(ids))
+        lengths.append(end)
+        rows.extend(range(len(ids) - sampled, len(ids)))
+        for _ in range(sampled):
+            temperature.append(sampling.temperature)
+            top_k.append(sampling.top_k)
+            top_p.append(sampling.top_p)
+            uniform.append(min(number, _BELOW_ONE))
+    width = max(blocks_for(length) for length in lengths)
+    table = array("i")
+    for work, length in zip(works, lengths, strict=True):
+        used = blocks_for(length)
+        table.extend(work.sequence.blocks[:used])
+        table.extend([0] * (width - used))  # never read: context_len says where a sequence ends
+    for name, values in (
+        ("input_ids", ids),
+        ("positions", positions),
+        ("slots", slots),
+        ("query_start", starts),
+        ("context_len", lengths),
+        ("block_table", table),
+        ("sample_rows", rows),
+        ("temperature", temperature),
+        ("top_k", top_k),
+        ("top_p", top_p),
+        ("uniform", uniform),
+    ):
+        inputs[name][: len(values)] = memoryview(values)
+    return {"T": len(ids), "N": len(works), "R": len(rows), "M": width}

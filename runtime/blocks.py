@@ -1,0 +1,110 @@
+"""The KV pool: blocks of 32 tokens handed to sequences and taken back, zeroed before anyone else sees them."""
+
+import ctypes
+from collections.abc import Sequence as Seq
+from weakref import WeakSet
+
+from .errors import RuntimeFault
+from .manifest import BLOCK
+
+
+def blocks_for(tokens: int) -> int:
+    """Blocks that hold so many tokens."""
+    return -(-tokens // BLOCK)
+
+
+class BlockPool:
+    """`count` blocks in every KV buffer. A block is one index, the same in all buffers.
+
+    A kernel may read a whole block and mask what lies behind the sequence's end, and 0 * NaN is NaN: so a block is zeros when it
+    is handed out. Fresh memory is zeros already; only a block that was used before is cleared.
+    """
+
+    def __init__(self, count: int, buffers: Seq[tuple[int, int]]) -> None:
+        """buffers: (address, bytes of one block) of each KV buffer."""
+        self.count = count
+        self.peak = 0
+        self._buffers = tuple(buffers)
+        self._fresh = 0  # blocks from here on were never used
+        self._used: list[int] = []  # given back; the last one is still warm
+        self._owned = 0
+        self._reserved = 0
+        self._holders: WeakSet[Holder] = WeakSet()
+
+    @property
+    def free(self) -> int:
+        """Blocks nobody owns or has reserved."""
+        return self.count - self._owned - self._reserved
+
+    def reserve(self, holder: "Holder", count: int) -> bool:
+        """Promise a new holder that its first `count` blocks will be there. False where they are not."""
+        if count > self.free:
+            self.recover()
+        if count > self.free:
+            return False
+        self._holders.add(holder)
+        holder.reserved = count
+        self._reserved += count
+        return True
+
+    def grow(self, holder: "Holder", count: int) -> None:
+        """Give a holder `count` more blocks of zeros, all or none."""
+        self._holders.add(holder)
+        promised = min(count, holder.reserved)
+        if count - promised > self.free:
+            self.recover()
+        if count - promised > self.free:
+            raise RuntimeFault(
+                f"the KV pool is full: {count} more blocks of {BLOCK} tokens are needed, {self.free + promised} of {self.count} are "
+                "free; close a sequence, or load with a larger kv_tokens="
+            )
+        again = [self._used.pop() for _ in range(min(count, len(self._used)))]
+        fresh = range(self._fresh, self._fresh + count - len(again))
+        self._fresh += len(fresh)
+        self._owned += count
+        self._reserved -= promised
+        holder.reserved -= promised
+        self.peak = max(self.peak, self._owned)
+        self._clear(again)
+        holder.blocks += [*again, *fresh]
+
+    def shrink(self, holder: "Holder", keep: int) -> None:
+        """Take back all but a holder's first `keep` blocks, and with keep=0 what was reserved for it."""
+        gone = holder.blocks[keep:]
+        del holder.blocks[keep:]
+        self._used += reversed(gone)
+        self._owned -= len(gone)
+        if not keep:
+            self._reserved -= holder.reserved
+            holder.reserved = 0
+
+    def recover(self) -> None:
+        """Count again from the holders alive: what an interrupt cut off, or a caller dropped without closing, comes back."""
+        held = {block for holder in self._holders for block in holder.blocks}
+        self._used = [block for block in range(self._fresh) if block not in held]
+        self._owned = len(held)
+        self._reserved = sum(holder.reserved for holder in self._holders)
+
+    def _clear(self, blocks: Seq[int]) -> None:
+        for first, count in _runs(sorted(blocks)):
+            for address, size in self._buffers:
+                ctypes.memset(address + first * size, 0, count * size)
+
+
+class Holder:
+    """Who owns blocks: `blocks` in order of position, and how many more are promised."""
+
+    def __init__(self) -> None:
+        self.blocks: list[int] = []
+        self.reserved = 0
+
+
+def _runs(blocks: Seq[int]) -> list[tuple[int, int]]:
+    """[4, 5, 6, 9] -> [(4, 3), (9, 1)]"""
+    runs: list[tuple[int, int]] = []
+    for block in blocks:
+        if runs and sum(runs[-1]) == block:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((block, 1))
+    return runs

@@ -1,0 +1,171 @@
+"""Run an artifact on the CPU: its weights copied once into 2 MiB pages, every chunk's crc32c checked on the way.
+
+Arena, KV pool, inputs and outputs are allocated once and never move; a step is then one call, with no Python and no allocation
+inside it.
+"""
+import ctypes
+import mmap
+from collections.abc import Mapping
+from time import perf_counter_ns
+from typing import Any
+
+from .artifact import Artifact
+from .buffers import Layout, Region, view
+from .errors import RuntimeFault
+from .library import Library, default_threads
+from .manifest import BLOCK
+from .program import DIMS, Buffer, Program
+from .table import StepTable
+
+__all__ = ["Executor", "default_threads", "free_memory", "kv_bytes_per_token"]
+
+_WINDOW = 32 << 20
+"""Bytes of the weights file mapped at a time, so that loading never holds the weights twice."""
+
+_FLOATS = {"temperature", "top_p", "uniform", "logits"}
+
+
+class Executor:
+    """An artifact's code and memory, ready to run any of its programs."""
+
+    def __init__(self, artifact: Artifact, threads: int, kv_blocks: int) -> None:
+        self.artifact = artifact
+        self.threads = threads
+        self.kv_blocks = kv_blocks
+        self._where = str(artifact.path)
+        self._regions: list[Region] = []
+        self.library = Library(artifact, threads)
+        try:
+            self._allocate_inputs_and_outputs()
+            manifest = artifact.manifest
+            self._arena_bytes = max((b.arena_bytes for b in manifest.buckets), default=0)
+            self._arena = self._region(self._arena_bytes, "arena", huge=True)
+            self.kv = self._allocate_kv()
+            self._weights = self._region(manifest.weights.data_bytes if manifest.weights else 0, "weights", huge=True)
+            self._copy_weights()
+        except BaseException:
+            self.close()
+            raise
+
+    def _allocate_inputs_and_outputs(self) -> None:
+        buckets = self.artifact.manifest.buckets
+        t, n, r, m, _ = (max((b.bucket.get(dim, 0) for b in buckets), default=0) for dim in DIMS)
+        counts = {
+            "input_ids": t, "positions": t, "slots": t, "query_start": n + 1, "context_len": n, "block_table": n * m,
+            "sample_rows": r, "temperature": r, "top_k": r, "top_p": r, "uniform": r,
+            "token": r, "logits": r * self.artifact.manifest.model.vocab,
+        }
+        layout = Layout()
+        offsets = {name: layout.place(4 * count) for name, count in counts.items()}
+        base = self._region(layout.size, "inputs and outputs", huge=False).address
+        self._io = {name: (base + offsets[name], 4 * count) for name, count in counts.items()}
+        self.views = {
+            name: view(base + offsets[name], count, "f" if name in _FLOATS else "i") for name, count in counts.items()
+        }
+
+    def _allocate_kv(self) -> dict[str, tuple[int, int]]:
+        """(address, bytes of a block) of each KV buffer.
+
+        In 4 KiB pages: the first block of every layer would make a 2 MiB page each real, 120 MB for the first token of 30
+        layers. KV is a few percent of what a decode step reads.
+        """
+        layout = Layout()
+        offsets = {b.name: layout.place(b.block_bytes * self.kv_blocks) for b in self.artifact.manifest.kv}
+        base = self._region(layout.size, "KV pool", huge=False).address
+        return {b.name: (base + offsets[b.name], b.block_bytes) for b in self.artifact.manifest.kv}
+
+    def _region(self, size: int, what: str, huge: bool) -> Region:
+        region = Region(size, what, huge)
+        self._regions.append(region)
+        return region
+
+    def _copy_weights(self) -> None:
+        info = self.artifact.manifest.weights
+        if info is None:
+            return
+        sums = (ctypes.c_uint32 * max(1, len(info.crc32c)))()
+        if len(info.crc32c) != -(-info.data_bytes // info.chunk) or _WINDOW % info.chunk:
+            raise RuntimeFault(f"{self._where}: its manifest has {len(info.crc32c)} sums for {info.data_bytes} bytes of weights; "
+                               "compile it again")
+        with self.artifact.weights() as span:
+            for done in range(0, info.data_bytes, _WINDOW):
+                size, at = min(_WINDOW, info.data_bytes - done), span.offset + info.data_offset + done
+                page = at // mmap.PAGESIZE * mmap.PAGESIZE
+                with mmap.mmap(span.fd, at - page + size, mmap.MAP_PRIVATE, offset=page) as window:
+                    source = ctypes.c_char.from_buffer(window)
+                    self.library.copy(self._weights.address + done, ctypes.addressof(source) + at - page, size, info.chunk,
+                                      ctypes.addressof(sums) + 4 * (done // info.chunk))
+                    del source                            # the window cannot be closed while it is pointed into
+        for chunk, (found, expected) in enumerate(zip(sums, info.crc32c, strict=True)):
+            if found != expected:
+                raise self.artifact.weight_fault(chunk)
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Where everything lies: a table made for other places must not run."""
+        return tuple(region.address for region in self._regions)
+
+    def table(self, bucket: str) -> StepTable:
+        """Build the step table of a bucket. Raises RuntimeFault where the program does not fit the artifact."""
+        program = self.artifact.program(bucket)
+        symbols = {k.hash: k.symbol for k in self.artifact.manifest.kernels}
+        return StepTable(program, symbols, self.library, lambda b: self._address(b, program))
+
+    def _address(self, b: Buffer, program: Program) -> int:
+        """Where a buffer lies; `room` is what was allocated there."""
+        if b.kind == "arena":
+            base, offset, room = self._arena.address, b.offset, self._arena_bytes
+        elif b.kind == "weight":
+            place = self.artifact.places.get(b.tensor)
+            base, offset, room = (self._weights.address, place.start, place.stop) if place else (0, 0, 0)
+        else:
+            (base, room), offset = (self.kv if b.kind == "kv" else self._io).get(b.name, (0, 0)), 0
+        name = b.tensor or b.name
+        if not base:
+            raise RuntimeFault(f"{self._where}: {program.name}: the {b.kind} {name} is not there; compile it again")
+        if offset < 0 or offset + b.bytes > room:
+            raise RuntimeFault(f"{self._where}: {program.name}: the {b.kind} {name} takes {b.bytes} bytes at {offset}, which is "
+                               f"outside its {room} bytes; compile it again")
+        return base + offset
+
+    def tokens(self, rows: int) -> list[int]:
+        """The first `rows` tokens of the last step."""
+        return self.views["token"][:rows].tolist()
+
+    def logits(self, rows: int) -> Any:
+        """A copy of the first `rows` rows of the last step's logits, float32 [rows, vocab]: it stays what it is."""
+        import numpy as np
+
+        vocab = self.artifact.manifest.model.vocab
+        return np.frombuffer(self.views["logits"][:rows * vocab], np.float32).reshape(rows, vocab).copy()
+
+    def read_weights(self) -> int:
+        """Only read every weight byte, with all threads; nanoseconds: the limit of a decode step."""
+        start = perf_counter_ns()
+        self.library.read(self._weights.address, self._weights.size)
+        return perf_counter_ns() - start
+
+    def memory(self) -> dict[str, int]:
+        """Bytes reserved for each purpose. KV pages become real when they are first written."""
+        kv = sum(size * self.kv_blocks for _, size in self.kv.values())
+        return {"weights": self._weights.size, "arena": self._arena_bytes, "kv": kv, "huge_pages": int(self._weights.huge)}
+
+    def close(self) -> None:
+        """Stop the threads and give all memory back."""
+        self.library.close()
+        for region in self._regions:
+            region.close()
+        self._regions.clear()
+        self.artifact.close()
+
+
+def kv_bytes_per_token(artifact: Artifact) -> int:
+    """Bytes one token takes in all KV buffers."""
+    return sum(b.block_bytes for b in artifact.manifest.kv) // BLOCK
+
+
+def free_memory() -> int:
+    """Bytes the system can still give (MemAvailable)."""
+    with open("/proc/meminfo", "rb", buffering=0) as file:
+        fields: Mapping[bytes, bytes] = dict(line.split(b":", 1) for line in file.read().splitlines())
+    return int(fields[b"MemAvailable"].split()[0]) * 1024

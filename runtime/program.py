@@ -1,0 +1,71 @@
+"""The Program: buffers with fixed places and an ordered list of steps over shared kernels; one schema for every target."""
+from typing import Literal
+
+import msgspec
+
+DIMS = ("T", "N", "R", "M", "P")
+"""Run-time sizes, in the order kernels read them: tokens, sequences, sampled rows, blocks per sequence, blocks in the pool."""
+
+BufferKind = Literal["weight", "arena", "kv", "input", "output"]
+
+ITEM_BYTES = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2, "i64": 8, "i32": 4, "i16": 2, "i8": 1, "u8": 1, "bool": 1}
+
+
+class Buffer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One place in memory.
+
+    shape entries are ints, or a dim of the bucket ("T", "N", "N+1", ...). `bytes` is the size at the bucket's maxima; for
+    a KV buffer the size of ONE block (the pool decides how many there are).
+    """
+
+    name: str
+    kind: BufferKind
+    dtype: str
+    shape: tuple[int | str, ...]
+    bytes: int
+    offset: int = 0          # arena: fixed by liveness, 64-byte aligned
+    tensor: str = ""         # weight: key in weights.safetensors
+
+
+class Step(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One kernel launch: args are buffer indices in the kernel's own order."""
+
+    kernel: str              # Kernel.hash
+    args: tuple[int, ...]
+    op: str                  # "infc.linear.default"
+    flops: int = 0           # at the bucket's maxima
+    bytes: int = 0
+    origin: tuple[str, ...] = ()     # module paths
+    passes: tuple[str, ...] = ()     # passes that made it
+
+
+class Kernel(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A unique code object, shared by every step that runs it."""
+
+    hash: str
+    name: str                # readable: linear_bf16_576x960
+    symbol: str              # in the shared library
+    op: str
+    arch: str                # "x86-64-v4", "sm_90a"
+    registers: int | None = None
+    shared_bytes: int | None = None
+    spill_bytes: int | None = None
+
+
+class Program(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the runtime replays for one bucket."""
+
+    name: str                          # "step_T16"
+    bucket: dict[str, int]             # maxima: {"T": 16, "N": 16, "R": 16, "M": 256}
+    dims: tuple[str, ...]
+    arena_bytes: int
+    buffers: tuple[Buffer, ...]
+    steps: tuple[Step, ...]
+
+    def inputs(self) -> list[Buffer]:
+        """Input buffers in the order the graph declares them."""
+        return [b for b in self.buffers if b.kind == "input"]
+
+    def outputs(self) -> list[Buffer]:
+        """Output buffers in the order the graph declares them."""
+        return [b for b in self.buffers if b.kind == "output"]

@@ -1,0 +1,149 @@
+"""Model: what infc.load returns. Text or token ids in, answers out; many sequences in one step graph."""
+from collections.abc import Callable, Iterator, Sequence
+from os import PathLike
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from . import options
+from .artifact import Artifact, read
+from .blocks import blocks_for
+from .cpu import Executor, default_threads, free_memory, kv_bytes_per_token
+from .errors import RuntimeFault
+from .generate import Request, run_requests
+from .manifest import BLOCK, Manifest
+from .options import Prompt, Sampling
+from .outputs import Output, Piece, Timing
+from .requests import make_requests
+from .stepper import Limits, Stepper
+from .text import LazyTokenizer
+
+if TYPE_CHECKING:
+    from .tokenizer import Tokenizer
+
+Stop = str | int | Sequence[str | int]
+"""Strings and token ids that end an answer, or a single one."""
+
+
+class Model(Stepper):
+    """A loaded artifact. Calls from several threads take turns, step by step. Close it, or use it in a `with`.
+
+    For your own loop: `sequence` and `step`.
+    """
+
+    def __init__(self, artifact: Artifact, executor: Executor, limits: Limits, text: LazyTokenizer) -> None:
+        super().__init__(artifact, executor, limits)
+        self.timing = Timing()
+        self._text = text
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the artifact says about itself."""
+        return self.artifact.manifest
+
+    @property
+    def tokenizer(self) -> "Tokenizer":
+        """The model's tokenizer. Raises RuntimeFault where the artifact has none."""
+        return self._text.get()
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], *, max_tokens: int = 128, temperature: float = 0.0, top_k: int = 0,
+        top_p: float = 1.0, seed: int | Sequence[int] | None = None, stop: Stop = (), ignore_eos: bool = False,
+        chat: bool = False, system: str | None = None, on_token: Callable[[int, Piece], object] | None = None,
+    ) -> list[Output]:
+        """Answer one prompt or several, in one batch; one Output a prompt, in order.
+
+        A prompt is text, token ids, or the messages of a conversation ({"role", "content"}); chat=True makes a conversation
+        of a text, `system` is its first message. seed: one for all or one for each; the same seed gives a prompt the same
+        answer whatever else is in the batch. on_token(index of the prompt, Piece) is called as tokens come. An answer that
+        reaches the model's last position ends with "length". Raises RuntimeFault before anything runs where a value is out
+        of its limits.
+        """
+        start = perf_counter()
+        requests = make_requests(
+            self, self._text, options.split_prompts(prompts), max_tokens=max_tokens,
+            sampling=Sampling(temperature, top_k, top_p), seed=seed, stop=stop, ignore_eos=ignore_eos, chat=chat,
+            system=system, live=on_token is not None,
+        )
+        for request, token, shown in run_requests(self, requests):
+            if on_token is not None:
+                on_token(request.index, Piece(shown, token, request.finish_reason))
+        self._take_times(start, requests)
+        return [Output(r.text(), r.ids, r.finish_reason or "length", len(r.prompt)) for r in requests]
+
+    def stream(
+        self, prompt: Prompt, *, max_tokens: int = 128, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0,
+        seed: int | None = None, stop: Stop = (), ignore_eos: bool = False, chat: bool = False, system: str | None = None,
+    ) -> Iterator[Piece]:
+        """Answer one prompt token by token; options as in `generate`. Stop iterating and the rest is never computed."""
+        start = perf_counter()
+        requests = make_requests(
+            self, self._text, [prompt], max_tokens=max_tokens, sampling=Sampling(temperature, top_k, top_p), seed=seed,
+            stop=stop, ignore_eos=ignore_eos, chat=chat, system=system, live=True,
+        )
+        return self._stream(requests, start)
+
+    def _stream(self, requests: list[Request], start: float) -> Iterator[Piece]:
+        for request, token, shown in run_requests(self, requests):
+            self._take_times(start, requests)
+            yield Piece(shown, token, request.finish_reason)
+
+    def __enter__(self) -> "Model":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _take_times(self, start: float, requests: Sequence[Request]) -> None:
+        self.timing.ttft_s = min(r.first for r in requests if r.first) - start
+        spans = [(r.last - r.first) / (len(r.ids) - 1) for r in requests if len(r.ids) > 1]
+        self.timing.tpot_s = sum(spans) / len(spans) if spans else 0.0
+
+
+def load(
+    path: str | PathLike[str], *, threads: int | None = None, max_sequences: int | None = None, kv_tokens: int | None = None,
+    text: bool = False,
+) -> Model:
+    """Load an artifact. Raises RuntimeFault where it is damaged, or not for this machine.
+
+    threads: default, the CPUs this process may use. max_sequences: in one step; default, what the buckets hold. kv_tokens:
+    room of the KV pool; default, every sequence at full length, or what a quarter of the free memory holds if that is less
+    (pages become real when they are first written). text: prompts will be text, so read the tokenizer meanwhile.
+    """
+    start = perf_counter()
+    artifact = read(path)
+    try:
+        if threads is not None and not 1 <= threads <= 4096:
+            raise RuntimeFault(f"threads is {threads}; it must lie in 1..4096")
+        limits = _limits(artifact.manifest, str(path), max_sequences)
+        tokenizer = LazyTokenizer(artifact)
+        if text:
+            tokenizer.start()
+        executor = Executor(artifact, threads or default_threads(), _kv_blocks(artifact, limits, kv_tokens))
+    except BaseException:
+        artifact.close()
+        raise
+    model = Model(artifact, executor, limits, tokenizer)
+    model.timing.load_s = perf_counter() - start
+    return model
+
+
+def _limits(manifest: Manifest, where: str, max_sequences: int | None) -> Limits:
+    if not manifest.buckets:
+        raise RuntimeFault(f"{where}: has no program to run; compile it again")
+    largest = max(manifest.buckets, key=lambda b: b.bucket["T"]).bucket
+    fit = min(largest["N"], largest["R"], largest["T"])
+    if max_sequences is not None and not 1 <= max_sequences <= fit:
+        raise RuntimeFault(f"max_sequences is {max_sequences}; the buckets of {where} hold 1..{fit}; compile with larger "
+                           "buckets for more")
+    positions = min(manifest.model.max_positions, largest["M"] * BLOCK)
+    return Limits(largest["T"], max_sequences or fit, largest["R"], positions)
+
+
+def _kv_blocks(artifact: Artifact, limits: Limits, kv_tokens: int | None) -> int:
+    if kv_tokens is not None:
+        if kv_tokens < 1:
+            raise RuntimeFault(f"kv_tokens is {kv_tokens}; it must be >= 1")
+        return blocks_for(kv_tokens)
+    wanted = limits.sequences * blocks_for(limits.positions)
+    affordable = free_memory() // 4 // max(1, kv_bytes_per_token(artifact) * BLOCK)
+    return max(1, min(wanted, affordable))

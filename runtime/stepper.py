@@ -1,0 +1,215 @@
+"""One step at a time: choose the smallest bucket that holds it, fill its inputs, replay its program."""
+from collections.abc import Mapping, Sequence
+from threading import Lock
+from typing import Any, Literal, NamedTuple
+
+from . import options
+from .artifact import Artifact
+from .batch import SequenceState, Work, fill
+from .blocks import BlockPool, blocks_for
+from .cache import Key, ReplayCache
+from .cpu import Executor
+from .errors import RuntimeFault
+from .manifest import BLOCK, BucketInfo
+from .outputs import StepResult
+from .table import StepTable
+
+CACHE_BYTES = 64 << 20
+"""Budget of the replay cache: the table of a 30-layer model is about 30 kB."""
+
+Rows = Literal["last", "all", "none"]
+
+
+class Limits(NamedTuple):
+    """What a step and a sequence can hold."""
+
+    tokens: int                # T of the largest bucket
+    sequences: int             # in one step
+    rows: int                  # sampled rows in one step
+    positions: int             # of one sequence
+
+
+class OpenSequence(SequenceState):
+    """A sequence of your own loop: `length` tokens in the KV pool. Close it, or use it in a `with`."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        super().__init__()
+        self._pool = pool
+
+    def truncate(self, length: int) -> None:
+        """Forget all tokens but the first `length`."""
+        if not 0 <= length <= self.length:
+            raise RuntimeFault(f"cannot truncate a sequence of {self.length} tokens to {length}")
+        self._pool.shrink(self, blocks_for(length))
+        self.length = length
+
+    def close(self) -> None:
+        """Give its blocks back."""
+        self.truncate(0)
+
+    def __enter__(self) -> "OpenSequence":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Stepper:
+    """Runs steps of any mix of sequences. Callers of several threads take turns."""
+
+    def __init__(self, artifact: Artifact, executor: Executor, limits: Limits) -> None:
+        self.artifact = artifact
+        self.executor = executor
+        self.limits = limits
+        self.pool = BlockPool(executor.kv_blocks, list(executor.kv.values()))
+        self.cache: ReplayCache[StepTable] = ReplayCache(CACHE_BYTES)
+        self.steps = 0
+        self.lock = Lock()
+        self._buckets = sorted(artifact.manifest.buckets, key=lambda b: (b.bucket["T"], b.bucket["N"]))
+
+    def run(self, works: Sequence[Work]) -> list[int]:
+        """One step of `works`: the sampled tokens, in order."""
+        return self.run_logits(works, False)[0]
+
+    def run_logits(self, works: Sequence[Work], logits: bool) -> tuple[list[int], Any]:
+        """The sampled tokens, and a copy of their logits [rows, vocab] if asked for (None without a row)."""
+        with self.lock:
+            dims, table = self._prepare(works)
+            table.run(dims)
+            self._advance(works)
+            rows = dims["R"]
+            return self.executor.tokens(rows), self.executor.logits(rows) if logits and rows else None
+
+    def profile(self, sequence: OpenSequence, tokens: Sequence[int]) -> list[tuple[str, int]]:
+        """Append tokens to a sequence in one step; (operator, nanoseconds with its barrier) of each step of the program."""
+        works = [Work(sequence, self._checked([sequence], [tokens], "last")[0], 1)]
+        with self.lock:
+            dims, table = self._prepare(works)
+            times = table.profile(dims)
+            self._advance(works)
+            return [(step.op, ns) for step, ns in zip(table.program.steps, times, strict=True)]
+
+    def sequence(self) -> OpenSequence:
+        """An empty sequence, for `step`."""
+        return OpenSequence(self.pool)
+
+    def step(self, sequences: Sequence[OpenSequence], tokens: Sequence[Sequence[int]], *, logits: Rows = "last") -> StepResult:
+        """Append tokens[i] to sequences[i] and return what the model says next: for your own loop.
+
+        logits: of each sequence's last new token, of all its new tokens, or of none. All arrays are copies. More tokens
+        than the largest bucket holds run in chunks. Raises RuntimeFault, and changes no sequence, where a value is out of
+        its limits or the KV pool is full.
+        """
+        lists = self._checked(sequences, tokens, logits)
+        before = [s.length for s in sequences]
+        try:
+            return self._append(sequences, lists, logits)
+        except RuntimeFault:
+            for sequence, length in zip(sequences, before, strict=True):
+                sequence.truncate(length)
+            raise
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Steps run, replay cache events, padded tokens, KV blocks in use at the peak."""
+        return {
+            "steps": self.steps, "kv_blocks": self.pool.count, "kv_blocks_free": self.pool.free,
+            "kv_blocks_peak": self.pool.peak, **self.cache.counters(),
+        }
+
+    def memory(self) -> dict[str, int]:
+        """Bytes reserved: weights, arena, kv."""
+        return self.executor.memory()
+
+    def close(self) -> None:
+        """Stop the threads, give the memory back. It is of no use after."""
+        with self.lock:
+            self.executor.close()
+
+    def check_length(self, what: str, tokens: int) -> None:
+        """Raise RuntimeFault where no sequence can have so many tokens."""
+        if tokens > self.limits.positions:
+            raise RuntimeFault(f"{what} has {tokens} tokens; the model's limit is {self.limits.positions}")
+        if blocks_for(tokens) > self.pool.count:
+            room = self.pool.count * BLOCK
+            raise RuntimeFault(f"{what} has {tokens} tokens; the KV pool holds {room} (load with a larger kv_tokens=)")
+
+    def _prepare(self, works: Sequence[Work]) -> tuple[dict[str, int], StepTable]:
+        self.executor.library.require_ready()
+        for work in works:
+            more = blocks_for(work.sequence.length + len(work.tokens)) - len(work.sequence.blocks)
+            if more > 0:
+                self.pool.grow(work.sequence, more)
+        dims = fill(self.executor.views, works)
+        dims["P"] = self.pool.count
+        bucket = self._bucket(dims)
+        manifest = self.artifact.manifest
+        table = self.cache.get(
+            Key(manifest.version, manifest.dtype, bucket.name), self.executor.places, lambda: self.executor.table(bucket.name),
+        )
+        self.cache.padded_tokens += bucket.bucket["T"] - dims["T"]
+        return dims, table
+
+    def _bucket(self, dims: Mapping[str, int]) -> BucketInfo:
+        for bucket in self._buckets:
+            if all(dims[d] <= bucket.bucket[d] for d in ("T", "N", "R", "M")):
+                return bucket
+        largest = self._buckets[-1].bucket
+        raise RuntimeFault(f"{self.artifact.path}: a step of {dict(dims)} fits no bucket; the largest is {largest}; "
+                           "compile with larger buckets")
+
+    def _advance(self, works: Sequence[Work]) -> None:
+        self.steps += 1
+        for work in works:
+            work.sequence.length += len(work.tokens)
+
+    def _checked(self, sequences: Sequence[OpenSequence], tokens: Sequence[Sequence[int]], logits: str) -> list[list[int]]:
+        if logits not in ("last", "all", "none"):
+            raise RuntimeFault(f"logits is {logits!r}; it must be last, all or none")
+        if len(sequences) != len(tokens) or not sequences or len(set(map(id, sequences))) != len(sequences):
+            raise RuntimeFault(f"step got {len(sequences)} sequences and {len(tokens)} token lists; give each one list, "
+                               "and no sequence twice")
+        if len(sequences) > self.limits.sequences:
+            raise RuntimeFault(f"step got {len(sequences)} sequences; the limit is {self.limits.sequences} "
+                               "(max_sequences= when loading)")
+        vocab = self.artifact.manifest.model.vocab
+        lists = [options.token_ids(t, vocab, f"sequence {i}") for i, t in enumerate(tokens)]
+        for i, (sequence, ids) in enumerate(zip(sequences, lists, strict=True)):
+            self.check_length(f"sequence {i}", sequence.length + len(ids))
+        return lists
+
+    def _append(self, sequences: Sequence[OpenSequence], lists: Sequence[Sequence[int]], logits: str) -> StepResult:
+        found: list[list[Any]] = [[] for _ in sequences]
+        likeliest = [-1] * len(sequences)
+        for parts in _chunks([len(ids) for ids in lists], self.limits, logits == "all"):
+            works = [Work(sequences[i], lists[i][start:stop], rows) for i, start, stop, rows in parts]
+            tokens, values = self.run_logits(works, logits != "none")
+            row = 0
+            for i, _, _, rows in parts:
+                if rows:
+                    likeliest[i] = tokens[row + rows - 1]
+                    if values is not None:
+                        found[i].append(values[row:row + rows])
+                row += rows
+        if logits == "none":
+            return StepResult([], likeliest)
+        import numpy as np
+
+        return StepResult([np.concatenate(pieces) for pieces in found], likeliest)
+
+
+def _chunks(lengths: Sequence[int], limits: Limits, all_rows: bool) -> list[list[tuple[int, int, int, int]]]:
+    """Steps of parts (sequence, first token, end, rows sampled) that together cover all tokens of all sequences."""
+    steps: list[list[tuple[int, int, int, int]]] = []
+    at = [0] * len(lengths)
+    while any(done < length for done, length in zip(at, lengths, strict=True)):
+        tokens, rows, parts = limits.tokens, limits.rows, []
+        for i, length in enumerate(lengths):
+            count = min(length - at[i], tokens, rows if all_rows else tokens)
+            sampled = count if all_rows else int(at[i] + count == length)
+            if count and sampled <= rows:
+                parts.append((i, at[i], at[i] + count, sampled))
+                at[i] += count
+                tokens, rows = tokens - count, rows - sampled
+        steps.append(parts)
+    return steps

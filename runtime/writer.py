@@ -1,0 +1,213 @@
+"""Write an artifact so that nobody ever sees half of one: aside, synced, then renamed in a single step.
+
+A writer that dies leaves `.NAME.partial-PID-XXXX` behind. It holds a lock on that folder while it lives, so the next writer of
+the same name knows which leftovers are dead, in other containers too, and removes them.
+"""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import mmap
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from .artifact import GOLDEN, REPORT, TOKENIZER, WEIGHTS, Parts
+from .checksum import crc32c_chunks
+from .errors import RuntimeFault
+from .manifest import MANIFEST, BucketInfo, FileInfo, Manifest, WeightsInfo, encode
+from .program import Program
+from .table import ATEN
+from .tensors import write_tensors
+
+CHUNK = 1 << 20
+"""Bytes of weights under one crc32c: small enough that every thread has chunks to copy, 4 bytes of manifest each."""
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_RENAME_EXCHANGE = 2  # linux/fs.h
+_AT_FDCWD = -100  # linux/fcntl.h
+
+
+def write_artifact(path: Path, parts: Parts, force: bool, check: Callable[[Path], object] | None = None) -> Manifest:
+    """Write `parts` to `path`. With `force` an artifact that is there is replaced in one step.
+
+    `check` sees the finished artifact before it gets its name: what it raises, leaves nothing behind.
+
+    Raises RuntimeFault: something is there (and not `force`, or it is no artifact), the disk is full, no permission.
+    """
+    _refuse_existing(path, force)
+    if not path.absolute().parent.is_dir():
+        raise RuntimeFault(f"{path}: the folder {path.absolute().parent} does not exist")
+    _remove_leftovers(path)
+    try:
+        with _partial(path) as folder:
+            manifest = _fill(folder, parts)
+            if check is not None:
+                check(folder)
+            _publish(folder, path, force)
+    except OSError as error:
+        if error.errno in _FULL:
+            size = sum(memoryview(t.data).nbytes for t in parts.weights.values())
+            raise RuntimeFault(
+                f"{path}: no space left on the device (about {size >> 20} MiB are needed); nothing was written"
+            ) from error
+        raise RuntimeFault(f"{path}: cannot be written ({error.strerror}); nothing was written") from error
+    return manifest
+
+
+def _refuse_existing(path: Path, force: bool) -> None:
+    if not os.path.lexists(path):
+        return
+    if not force:
+        raise RuntimeFault(f"{path}: exists already; add --force to replace it, or -o for another place")
+    if path.is_symlink() or not (path / MANIFEST).is_file():
+        raise RuntimeFault(
+            f"{path}: is no infc artifact, so --force does not replace it; remove it yourself or choose another place"
+        )
+
+
+@contextlib.contextmanager
+def _partial(path: Path) -> Iterator[Path]:
+    """A locked sibling folder; whatever is in it at the end is removed."""
+    folder = path.absolute().parent / f".{path.name}.partial-{os.getpid()}-{os.urandom(4).hex()}"
+    lock = _locked_folder(folder)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _locked_folder(folder: Path) -> int:
+    while True:
+        folder.mkdir()
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if os.fstat(lock).st_nlink:
+            return lock
+        os.close(lock)  # taken for a leftover between mkdir and flock: once more
+
+
+def _remove_leftovers(path: Path) -> None:
+    for folder in path.absolute().parent.glob(f".{_escape(path.name)}.partial-*"):
+        with contextlib.suppress(OSError):
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+def _escape(name: str) -> str:
+    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
+
+
+def _fill(folder: Path, parts: Parts) -> Manifest:
+    files: dict[str, FileInfo] = {}
+
+    def put(name: str, data: bytes) -> None:
+        files[name] = _write(folder / name, lambda file: file.write(data))
+
+    (folder / "programs").mkdir()
+    (folder / "code").mkdir()
+    for program in parts.programs:
+        put(f"programs/{program.name}.json", msgspec.json.encode(program))
+    code = ""
+    if parts.code:
+        code = f"code/{hashlib.sha256(parts.code).hexdigest()}.so"
+        put(code, parts.code)
+    weights = None
+    if parts.weights:
+        region: list[int] = []
+        files[WEIGHTS] = _write(folder / WEIGHTS, lambda file: region.extend(write_tensors(file, parts.weights)))
+        weights = _weights_info(folder / WEIGHTS, *region)
+    if parts.golden:
+        files[GOLDEN] = _write(folder / GOLDEN, lambda file: write_tensors(file, parts.golden))
+    if parts.tokenizer:
+        put(TOKENIZER, parts.tokenizer)
+    put(REPORT, msgspec.json.encode(dict(parts.report)))
+    aten = {k.hash for k in parts.manifest.kernels if k.symbol.startswith(ATEN)}
+    manifest = msgspec.structs.replace(
+        parts.manifest,
+        buckets=tuple(_bucket_info(p, aten) for p in parts.programs),
+        code=code,
+        weights=weights,
+        files=files,
+        tokenizer=TOKENIZER if parts.tokenizer else "",
+    )
+    raw = encode(manifest)
+    _write(folder / MANIFEST, lambda file: file.write(raw))
+    for inner in (folder / "programs", folder / "code", folder):
+        _sync_folder(inner)
+    return msgspec.json.decode(raw, type=Manifest)
+
+
+def _bucket_info(program: Program, aten: set[str]) -> BucketInfo:
+    return BucketInfo(
+        program.name, f"programs/{program.name}.json", program.bucket, program.arena_bytes, len(program.steps),
+        sum(step.kernel in aten for step in program.steps),
+    )
+
+
+def _write(path: Path, fill: Callable[[BinaryIO], object]) -> FileInfo:
+    """Write and sync a file, and hash what the system says is in it now."""
+    with open(path, "w+b") as file:
+        fill(file)
+        file.flush()
+        os.fsync(file.fileno())
+        size = file.tell()
+        file.seek(0)
+        return FileInfo(hashlib.file_digest(file, "sha256").hexdigest(), size)
+
+
+def _weights_info(path: Path, offset: int, size: int) -> WeightsInfo:
+    with open(path, "rb") as file:
+        header = hashlib.sha256(file.read(offset)).hexdigest()
+        with (
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+            memoryview(mapped) as view,
+            view[offset : offset + size] as data,
+        ):
+            return WeightsInfo(WEIGHTS, offset, size, CHUNK, tuple(crc32c_chunks(data, CHUNK)), header)
+
+
+def _sync_folder(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _publish(folder: Path, path: Path, force: bool) -> None:
+    """Give the finished folder its name; an artifact that had it moves to the partial's name and is removed with it."""
+    try:
+        os.rename(folder, path)  # onto nothing, or an empty folder
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise
+        _refuse_existing(path, force)  # another process was faster
+        _exchange(folder, path)
+    _sync_folder(path.absolute().parent)
+
+
+def _exchange(folder: Path, path: Path) -> None:
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    rename = getattr(libc, "renameat2", None)  # glibc 2.28
+    if (
+        rename is not None
+        and rename(_AT_FDCWD, os.fsencode(folder), _AT_FDCWD, os.fsencode(path), _RENAME_EXCHANGE) == 0
+    ):
+        return
+    aside = folder.with_name(folder.name + "-old")  # a file system without exchange: two renames, a moment apart
+    os.rename(path, aside)
+    os.rename(folder, path)
+    shutil.rmtree(aside, ignore_errors=True)

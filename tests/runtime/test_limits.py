@@ -1,0 +1,97 @@
+"""Every value out of its limits is one line that names the value and the limit, before anything runs."""
+import math
+
+import numpy as np
+import pytest
+
+from infc.runtime.errors import RuntimeFault
+from infc.runtime.session import load
+
+
+@pytest.fixture
+def model(fake):
+    with load(fake.write(), kv_tokens=128) as loaded:
+        yield loaded
+
+
+@pytest.mark.parametrize(("prompt", "options", "message"), [
+    ("", {}, "prompt 0 is empty"),
+    ([], {}, "prompts is empty"),
+    ([[]], {}, "prompt 0 is empty"),
+    (["a", []], {}, "prompt 1 is empty"),
+    (["a", ""], {}, "prompt 1 is empty"),
+    ([0, 512], {}, r"prompt 0: token 1 is 512; the vocabulary has ids 0\.\.511"),
+    ([0, -1], {}, "token 1 is -1"),
+    ([0, 1.5], {}, "token 1 is 1.5; it must be an integer"),
+    ([0, True], {}, "token 1 is True"),
+    (5, {}, "prompts is a int"),
+    (b"abc", {}, "prompts is a bytes"),
+    ([["a", "b"]], {}, "token 0 is 'a'"),
+    ([0] * 257, {}, "prompt 0 has 257 tokens; the model's limit is 256"),
+    ([0] * 129, {}, r"the KV pool holds 128 \(load with a larger kv_tokens=\)"),
+    ([0] * 100, {"max_tokens": 100}, "prompt 0 has 100 tokens and max_tokens is 100; the KV pool holds 128"),
+    ("a", {"max_tokens": 0}, "max_tokens is 0; it must be >= 1"),
+    ("a", {"max_tokens": 2.5}, "max_tokens is 2.5; it must be an integer"),
+    ("a", {"temperature": -1}, "temperature is -1.0; it must be a finite number >= 0"),
+    ("a", {"temperature": math.nan}, "temperature is nan"),
+    ("a", {"temperature": math.inf}, "temperature is inf"),
+    ("a", {"temperature": "hot"}, "temperature is 'hot'; it must be a number"),
+    ("a", {"top_k": -1}, "top_k is -1; it must be >= 0"),
+    ("a", {"top_k": 1.5}, "top_k is 1.5"),
+    ("a", {"top_p": 0}, r"top_p is 0.0; it must lie in \(0, 1\]"),
+    ("a", {"top_p": 1.01}, "top_p is 1.01"),
+    ("a", {"top_p": math.nan}, "top_p is nan"),
+    ("a", {"seed": 1.5}, "seed is 1.5"),
+    (["a", "b"], {"seed": [1]}, "seed has 1 values for 2 prompts"),
+    ("a", {"stop": ""}, "stop holds an empty string"),
+    ("a", {"stop": ["x", 1.5]}, "stop is 1.5"),
+    ("a", {"chat": True}, "no chat template"),
+    ([1, 2], {"chat": True}, "prompt 0 is token ids; chat and system need text"),
+])
+def test_bad_requests(model, prompt, options, message):
+    with pytest.raises(RuntimeFault, match=message) as caught:
+        model.generate(prompt, **options)
+    assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
+    assert model.steps == 0 and model.pool.free == model.pool.count
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"threads": 0}, "threads is 0"),
+    ({"max_sequences": 5}, r"max_sequences is 5; the buckets of .* hold 1\.\.4"),
+    ({"max_sequences": 0}, "max_sequences is 0"),
+    ({"kv_tokens": 0}, "kv_tokens is 0"),
+    ({"kv_tokens": 10**18}, "cannot reserve .* MiB for the KV pool"),
+])
+def test_bad_load_options(fake, options, message):
+    with pytest.raises(RuntimeFault, match=message):
+        load(fake.write(), **options)
+
+
+def test_arrays_are_prompts(fake, model):
+    expected = fake.answer([1, 2, 3], 4)
+    assert model.generate(np.array([1, 2, 3]), max_tokens=4)[0].token_ids == expected
+    assert model.generate([np.array([1, 2, 3]), (1, 2, 3)], max_tokens=4)[1].token_ids == expected
+
+
+def test_text_needs_a_tokenizer(fake):
+    with load(fake.write(with_tokenizer=False)) as model:
+        with pytest.raises(RuntimeFault, match="has no tokenizer; give token ids"):
+            model.generate("hello")
+        with pytest.raises(RuntimeFault, match="has no tokenizer"):
+            model.generate([1], stop="x")
+        assert model.generate([1, 2, 3], max_tokens=3)[0].text == ""
+
+
+def test_max_sequences_limits_a_step(fake):
+    with load(fake.write(), max_sequences=1) as model:
+        outputs = model.generate([[1, 2], [3, 4]], max_tokens=3, ignore_eos=True)
+        assert [o.token_ids for o in outputs] == [fake.answer([1, 2], 3), fake.answer([3, 4], 3)]
+        assert model.steps == 6
+
+
+def test_a_closed_model_says_so(fake):
+    model = load(fake.write())
+    model.close()
+    model.close()
+    with pytest.raises(RuntimeFault, match="closed"):
+        model.generate([1, 2])

@@ -1,0 +1,95 @@
+"""step(): your own loop. Logits are copies; any split into chunks and any mix of sequences gives the same; errors change nothing."""
+import numpy as np
+import pytest
+
+from infc.runtime.errors import RuntimeFault
+from infc.runtime.session import load
+
+
+@pytest.fixture
+def model(fake):
+    with load(fake.write(), kv_tokens=512) as loaded:
+        yield loaded
+
+
+def test_last_row(fake, model):
+    with model.sequence() as a, model.sequence() as b:
+        result = model.step([a, b], [[1, 2, 3], [4]])
+        assert np.array_equal(result.logits[0], [fake.logits([1, 2, 3])])
+        assert np.array_equal(result.logits[1], [fake.logits([4])])
+        assert result.tokens == [fake.answer([1, 2, 3], 1)[0], fake.answer([4], 1)[0]]
+        assert (a.length, b.length) == (3, 1)
+
+
+def test_all_rows_over_chunks(fake, model):
+    tokens = list(range(100)) + list(range(50))
+    with model.sequence() as a, model.sequence() as b:
+        result = model.step([a, b], [tokens, [7, 8]], logits="all")
+        assert np.array_equal(result.logits[0], [fake.logits(tokens[:i + 1]) for i in range(150)])
+        assert np.array_equal(result.logits[1], [fake.logits([7]), fake.logits([7, 8])])
+
+
+def test_outputs_stay_what_they_are(fake, model):
+    with model.sequence() as s:
+        kept = [model.step([s], [[t]]).logits[0] for t in range(10)]
+        for i, values in enumerate(kept):
+            assert np.array_equal(values, [fake.logits(list(range(i + 1)))])
+
+
+def test_no_logits(fake, model):
+    with model.sequence() as s:
+        result = model.step([s], [[5, 6]], logits="none")
+        assert result.logits == [] and result.tokens == fake.answer([5, 6], 1)
+
+
+def test_truncate_takes_tokens_back(fake, model):
+    with model.sequence() as s:
+        model.step([s], [list(range(70))])
+        s.truncate(33)
+        result = model.step([s], [[200] * 31])                      # to the block's end: what was cut off lies behind it till then
+        assert np.array_equal(result.logits[0], [fake.logits([*range(33), *[200] * 31])])
+        assert len(s.blocks) == 2
+        with pytest.raises(RuntimeFault, match="cannot truncate a sequence of 64 tokens to 65"):
+            s.truncate(65)
+
+
+def test_a_full_pool_changes_nothing(fake, model):
+    with model.sequence() as a, model.sequence() as b, model.sequence() as c:
+        model.step([a, b], [[1] * 250, [2] * 240])
+        with pytest.raises(RuntimeFault, match=r"the KV pool is full.*kv_tokens="):
+            model.step([c, a], [[3] * 33, [5]])
+        assert (a.length, c.length) == (250, 0)
+        assert np.array_equal(model.step([a], [[5]]).logits[0], [fake.logits([1] * 250 + [5])])
+        with pytest.raises(RuntimeFault, match="the KV pool is full"):
+            model.generate([9] * 40, max_tokens=1)
+    assert model.pool.free == model.pool.count
+
+
+def test_a_dropped_sequence_is_found_again(fake, model):
+    s = model.sequence()
+    model.step([s], [[1] * 250])
+    del s
+    for _ in range(3):
+        assert model.generate([9] * 200, max_tokens=40, ignore_eos=True)[0].token_ids == fake.answer([9] * 200, 40)
+    with model.sequence() as a, model.sequence() as b:
+        model.step([a, b], [[1] * 250, [2] * 250])
+
+
+def test_profile_names_every_step(model):
+    with model.sequence() as s:
+        times = model.profile(s, [1, 2, 3])
+    assert [op for op, _ in times] == ["infc.write.default", "infc.hash.default", "infc.sample.default"]
+    assert all(ns >= 0 for _, ns in times)
+
+
+@pytest.mark.parametrize(("sequences", "tokens", "message"), [
+    (1, [[]], "sequence 0 is empty"),
+    (1, [[1], [2]], "1 sequences and 2 token lists"),
+    (0, [], "0 sequences"),
+    (5, [[1]] * 5, "the limit is 4"),
+    (1, [[512]], r"token 0 is 512; the vocabulary has ids 0\.\.511"),
+    (1, [[0] * 257], "257 tokens; the model's limit is 256"),
+])
+def test_bad_calls(model, sequences, tokens, message):
+    with pytest.raises(RuntimeFault, match=message):
+        model.step([model.sequence() for _ in range(sequences)], tokens)

@@ -1,0 +1,168 @@
+"""The command line does what it says: stable JSON names, one JSON document on stdout, progress on stderr, fast starts."""
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_artifact import INFC, infc, tiny
+
+
+def result(*arguments: object) -> dict:
+    """What a command with --json prints; nothing else may be on stdout."""
+    done = infc(*arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_compile_json_has_the_stable_names(tmp_path: Path):
+    made = result("compile", "tiny", "--output", tmp_path / "a.infc", "--dtype", "fp32", "--buckets", "1,8")
+    assert {"artifact", "version", "seconds", "passes", "program", "verify"} <= set(made)
+    assert made["artifact"] == str(tmp_path / "a.infc")
+    assert all({"name", "fired", "refused", "contract", "error", "seconds"} <= set(p) for p in made["passes"])
+    assert len(made["program"]) == 2
+    assert all({"steps", "unique_kernels", "aten_steps", "arena_bytes"} <= set(p) for p in made["program"].values())
+    assert all(p["aten_steps"] == 0 for p in made["program"].values())
+    assert made["seconds"] and all(isinstance(s, float) for s in made["seconds"].values())
+
+
+def test_compile_shows_progress_on_stderr_and_tables_on_stdout(tmp_path: Path):
+    done = infc("compile", "tiny", "--output", tmp_path / "a.infc")
+    assert done.returncode == 0, done.stderr
+    assert "capture" in done.stderr and "passes" in done.stderr
+    assert "fuse_rms_norm" in done.stdout and "a.infc" in done.stdout and "kernels" in done.stdout
+
+
+def test_quiet_compile_prints_the_path_alone(tmp_path: Path):
+    done = infc("compile", "tiny", "--output", tmp_path / "a.infc", "--quiet")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{tmp_path / 'a.infc'}\n", "")
+
+
+def test_dump_holds_the_text_after_each_pass(tmp_path: Path):
+    assert infc("compile", "tiny", "-o", tmp_path / "a.infc", "--dump", tmp_path / "dump").returncode == 0
+    names = sorted(p.name for p in (tmp_path / "dump").iterdir())
+    assert names[0].startswith("00-") and any("fuse_rms_norm" in name for name in names)
+
+
+def test_run_json_has_the_stable_names():
+    made = result("run", tiny(), "-p", "one", "-p", "two", "--max-tokens", 5, "--ignore-eos")
+    assert [set(o) for o in made["outputs"]] == [{"text", "token_ids", "finish_reason", "prompt_tokens"}] * 2
+    assert [len(o["token_ids"]) for o in made["outputs"]] == [5, 5]
+    assert all(o["finish_reason"] == "length" for o in made["outputs"])
+    assert set(made["timing"]) == {"load_s", "ttft_s", "tpot_s"}
+
+
+def test_a_single_prompt_streams_the_same_text():
+    whole = result("run", tiny(), "-p", "hello", "--max-tokens", 12)["outputs"][0]["text"]
+    streamed = infc("run", tiny(), "-p", "hello", "--max-tokens", 12, "--quiet")
+    assert (streamed.stdout, streamed.stderr) == (whole + "\n", "")
+
+
+def test_prompt_from_stdin():
+    piped = subprocess.run([*INFC, "run", tiny(), "-p", "-", "--json", "--max-tokens", "4"], input="hello", capture_output=True, text=True)
+    given = result("run", tiny(), "-p", "hello", "--max-tokens", 4)
+    assert json.loads(piped.stdout)["outputs"] == given["outputs"]
+
+
+def test_a_seed_repeats_an_answer():
+    options = ("--max-tokens", 12, "--temperature", 1.0, "--top-k", 50, "--top-p", 0.95)
+    first, again, other = (result("run", tiny(), "-p", "hello", *options, "--seed", seed)["outputs"] for seed in (3, 3, 4))
+    assert first == again != other
+
+
+def test_inspect_json_has_the_stable_names():
+    shown = result("inspect", tiny())
+    assert shown["manifest"]["name"] and shown["manifest"]["version"]
+    assert all({"name", "hash", "arch", "registers", "shared_bytes", "spill_bytes"} <= set(k) for k in shown["kernels"])
+    assert shown["kernels"] and shown["buckets"]
+    assert "kernels" in infc("inspect", tiny()).stdout
+
+
+def test_verify_and_check():
+    assert result("verify", tiny())["passed"] is True
+    assert result("check", tiny()) == {**result("check", tiny()), "runs": True, "missing": []}
+    refused = infc("check", tiny(), "--target", "portable")
+    needs = result("inspect", tiny())["manifest"]["isa"]
+    assert refused.returncode == (2 if needs else 0)
+    assert all(flag in refused.stderr for flag in needs)
+
+
+def test_bench_json_has_the_stable_names_and_compares(tmp_path: Path):
+    small = ("--batches", "1,2", "--contexts", "16", "--new-tokens", 4, "--prefill", "8,32", "--rounds", 2)
+    made = result("bench", tiny(), *small, "-o", tmp_path / "a.json")
+    assert made == json.loads((tmp_path / "a.json").read_text())
+    assert {"environment", "read_gb_s", "decode", "prefill", "cold", "memory"} <= set(made)
+    assert set(made["decode"]) == {"1", "2"} and {"tok_s", "ms", "share_of_read"} <= set(made["decode"]["1"])
+    assert set(made["prefill"]) == {"8", "32"} and made["read_gb_s"] > 0
+    assert {"cpu", "isa", "cores", "governor", "versions"} <= set(made["environment"])
+    assert made["cold"]["total_s"] >= made["cold"]["load_s"] and made["memory"]["peak_bytes"] > 0
+    assert {"p50", "p90", "p99"} == set(made["decode"]["2"]["ttft_s"]) == set(made["decode"]["2"]["tpot_s"])
+
+    same = result("bench", "compare", tmp_path / "a.json", tmp_path / "a.json")
+    assert same["machine"] == {} and all(r["ratio"] == 1 for r in same["ratios"].values())
+
+
+@pytest.mark.parametrize(("field", "value"), [("contract", "distribution"), ("workload.contexts", [17]), ("model", "another")])
+def test_bench_compare_refuses_what_differs(tmp_path: Path, field: str, value: object):
+    report: dict = {"schema": 1, "model": "m", "contract": "exact", "workload": {"contexts": [16], "rounds": 5}, "environment": {},
+                    "read_gb_s": 30.0, "decode": {}, "prefill": {"8": 1.0}, "cold": {}, "warm": {}, "memory": {}}
+    (tmp_path / "a.json").write_text(json.dumps(report))
+    inner = report
+    *path, last = field.split(".")
+    for name in path: inner = inner[name]
+    inner[last] = value
+    (tmp_path / "b.json").write_text(json.dumps(report))
+    refused = infc("bench", "compare", tmp_path / "a.json", tmp_path / "b.json")
+    assert refused.returncode == 2 and refused.stdout == ""
+    assert refused.stderr.startswith(f"infc: these cannot be compared: {field} is ") and refused.stderr.count("\n") == 1
+
+
+def test_comparison_knows_which_way_is_better():
+    from infc.runtime.comparison import compare, smaller_is_better
+
+    assert all(map(smaller_is_better, ("cold.total_s", "decode.1.ms", "decode.1.tpot_s.p99", "memory.peak_bytes")))
+    assert not any(map(smaller_is_better, ("read_gb_s", "decode.1.tok_s", "prefill.256", "decode.8.share_of_read")))
+    base = {"schema": 1, "model": "m", "contract": "exact", "workload": {}, "environment": {"cpu": "a", "load": 1}, "read_gb_s": 30.0,
+            "decode": {"1": {"tok_s": 100.0, "ms": 10.0}}, "prefill": {}, "cold": {}, "warm": {}, "memory": {}}
+    faster = {**base, "decode": {"1": {"tok_s": 200.0, "ms": 5.0}}, "environment": {"cpu": "b", "load": 2}}
+    report = compare(base, faster)
+    assert report["ratios"]["decode.1.tok_s"] == {"before": 100.0, "after": 200.0, "ratio": 2.0, "better": True}
+    assert report["ratios"]["decode.1.ms"]["better"] and report["machine"] == {"cpu": ["a", "b"]}
+
+
+def test_bench_counts_only_steps_of_the_whole_batch():
+    from infc.runtime.bench import _full_steps, percentiles
+
+    # step 1 feeds prompt 0; step 2 decodes 0 and ends prompt 1 (not a pure decode); 3 and 4 decode both; in 5 one is done
+    events = [(1, 0, 1.0), (2, 0, 2.0), (2, 1, 2.5), (3, 0, 3.0), (3, 1, 3.5), (4, 0, 5.0), (4, 1, 5.5), (5, 1, 6.0)]
+    assert _full_steps(events, 2) == [1.0, 2.0]
+    assert percentiles([5, 1, 4, 2, 3]) == {"p50": 3, "p90": 5, "p99": 5}
+
+
+def test_targets_and_models_list_what_there_is():
+    assert {"smollm2", "tiny", "llama-1b", "llama-8b"} <= {m["name"] for m in result("models")["models"]}
+    targets = result("targets")
+    assert targets["host"] in {t["name"] for t in targets["targets"] if t["runs_here"]}
+    assert "smollm2" in infc("models").stdout and "x86-64-v3" in infc("targets").stdout
+
+
+def test_run_imports_neither_torch_nor_rich():
+    code = ("import sys; from infc.compiler.cli import main; code = main(); "
+            "print(*sorted({m.split('.')[0] for m in sys.modules} & {'torch', 'transformers', 'triton', 'rich', 'gguf'}), file=sys.stderr)")
+    done = subprocess.run([sys.executable, "-c", code, "run", tiny(), "-p", "hi", "--max-tokens", "2", "--quiet"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "\n")
+
+
+def test_a_reader_that_leaves_ends_the_command_quietly():
+    reader = subprocess.Popen(["head", "-c", "1"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    done = subprocess.run([*INFC, "run", tiny(), "-p", "hello", "--max-tokens", "400", "--ignore-eos", "--quiet"],
+                          stdout=reader.stdin, stderr=subprocess.PIPE, text=True, timeout=120)
+    reader.communicate()
+    assert done.returncode in (0, 141) and done.stderr == ""
+
+
+def test_installed_command_is_the_same():
+    command = Path(sys.executable).with_name("infc")
+    assert os.access(command, os.X_OK), f"{command} is missing: pip install -e ."
+    assert "compile" in subprocess.run([command, "--help"], capture_output=True, text=True, check=True).stdout
