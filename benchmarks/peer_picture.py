@@ -1,4 +1,5 @@
 """The picture of `make bench`: one bar an engine, grouped by the bits of its weights, ours in colour."""
+
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ OURS, THEIRS = "#d1495b", "#8d99ae"
 def draw(peers: Sequence[Mapping[str, Any]], workload: Mapping[str, Any], path: Path) -> None:
     """Draw the medians of `peers` (as in peers.json) to a PNG file, a line from the least to the greatest sample on each bar."""
     import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -27,9 +29,18 @@ def draw(peers: Sequence[Mapping[str, Any]], workload: Mapping[str, Any], path: 
         medians = [s["median"] or 0 for s in spreads]
         axis.barh(places, medians, color=colours, height=0.78)
         for place, median, s in zip(places, medians, spreads, strict=True):
-            if s["samples"]: axis.plot([min(s["samples"]), max(s["samples"])], [place, place], color="#222", linewidth=0.8)
-            axis.annotate(f"{median:.0f}" if median >= 10 else f"{median:.2f}", (0, place), (4, 0), textcoords="offset points",
-                          va="center", fontsize=8, color="white", fontweight="bold")
+            if s["samples"]:
+                axis.plot([min(s["samples"]), max(s["samples"])], [place, place], color="#222", linewidth=0.8)
+            axis.annotate(
+                f"{median:.0f}" if median >= 10 else f"{median:.2f}",
+                (0, place),
+                (4, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8,
+                color="white",
+                fontweight="bold",
+            )
         axis.set_title(title, fontsize=9)
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(labelsize=8)
@@ -44,7 +55,8 @@ def _places(bits: Sequence[int]) -> list[float]:
     """One place a bar, with a gap where the number of bits changes."""
     place, places = 0.0, []
     for index, own in enumerate(bits):
-        if index and own != bits[index - 1]: place += 0.6
+        if index and own != bits[index - 1]:
+            place += 0.6
         places.append(place)
         place += 1
     return places

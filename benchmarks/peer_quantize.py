@@ -1,4 +1,5 @@
 """llama.cpp's own quantizer on a GGUF file: python peer_quantize.py IN OUT TYPE, in the peers' environment."""
+
 import ctypes
 import os
 import sys

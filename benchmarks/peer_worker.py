@@ -5,6 +5,7 @@
 Every answer is {"tokens": [...], "first_s": prompt to first token, "total_s": prompt to last token}. All engines decode
 greedily, go on after the end token, and get the same ids, so nobody's tokenizer or sampler is measured.
 """
+
 import json
 import os
 import sys
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-CONTEXT = 2048                        # tokens every engine makes room for
+CONTEXT = 2048  # tokens every engine makes room for
 
 
 class Engine(Protocol):
@@ -51,7 +52,8 @@ class LlamaCpp:
 
         given = (self.cpp.llama_token * len(ids))(*ids)
         code = self.cpp.llama_decode(self.context, self.cpp.llama_batch_get_one(given, len(ids)))
-        if code: raise RuntimeError(f"llama_decode returned {code}")
+        if code:
+            raise RuntimeError(f"llama_decode returned {code}")
         logits = self.cpp.llama_get_logits_ith(self.context, -1)
         return int(np.ctypeslib.as_array(logits, (self.vocabulary,)).argmax())
 
@@ -97,7 +99,7 @@ class OnnxRuntime:
         first = time.perf_counter() - begin
         for _ in range(new - 1):
             generator.generate_next_token()
-        return [int(t) for t in generator.get_sequence(0)[len(ids):]], first
+        return [int(t) for t in generator.get_sequence(0)[len(ids) :]], first
 
 
 class HuggingFace:
@@ -161,8 +163,13 @@ class Infc:
 
 
 ENGINES: dict[str, Callable[[str, int], Engine]] = {
-    "llama.cpp": LlamaCpp, "openvino-genai": OpenVINO, "onnxruntime-genai": OnnxRuntime, "transformers": HuggingFace,
-    "transformers-bf16": HuggingFaceBF16, "torch.compile": TorchCompile, "infc": Infc,
+    "llama.cpp": LlamaCpp,
+    "openvino-genai": OpenVINO,
+    "onnxruntime-genai": OnnxRuntime,
+    "transformers": HuggingFace,
+    "transformers-bf16": HuggingFaceBF16,
+    "torch.compile": TorchCompile,
+    "infc": Infc,
 }
 
 

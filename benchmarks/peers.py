@@ -4,6 +4,7 @@ Peers live in an environment of their own, .venv-peers, made on first use (llama
 Every engine runs in its own process (peer_worker.py), stopped while another one is measured. A peer that cannot run is
 listed with the reason.
 """
+
 import argparse
 import json
 import os
@@ -18,9 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from peer_picture import draw
-
 from infc.runtime.environment import environment
+from peer_picture import draw
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -36,9 +36,9 @@ PACKAGES = (
     ("onnxruntime==1.32.0", "onnxruntime-genai==0.18.0", "onnx==1.23.2", "onnx-ir==1.1.0"),
     ("llama-cpp-python==0.3.36",),
 )
-DECODE = (128, 64)                     # prompt, new tokens
-PREFILL = (256, 1024)                  # prompts
-COLD = 16                              # prompt of a fresh process
+DECODE = (128, 64)  # prompt, new tokens
+PREFILL = (256, 1024)  # prompts
+COLD = 16  # prompt of a fresh process
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class Peer:
     """One engine at one precision. `bits` groups what may be compared: weights of that many bits."""
 
     name: str
-    engine: str                        # a key of peer_worker.ENGINES
-    model: str                         # a file or folder that prepare() makes
+    engine: str  # a key of peer_worker.ENGINES
+    model: str  # a file or folder that prepare() makes
     bits: int
     precision: str
-    main: bool = False                 # runs in our environment, not in the peers'
+    main: bool = False  # runs in our environment, not in the peers'
 
     @property
     def python(self) -> Path:
@@ -94,12 +94,15 @@ class Failure(Exception):
 
 # --- environment and models -----------------------------------------------------------------------------------------
 
+
 def make_environment() -> list[str]:
     """Install the peers' packages; what cannot be installed is returned, with pip's last line."""
-    if (PEERS / ".ready").exists(): return []
+    if (PEERS / ".ready").exists():
+        return []
     print("peers: making .venv-peers; llama.cpp is built from source, ten minutes on two cores", file=sys.stderr)
-    if not (PEERS / "bin/python").exists(): run([sys.executable, "-m", "venv", PEERS], PEERS.with_suffix(".log"))
-    (PEERS / ".gitignore").write_text("*\n")                 # so that neither git nor ruff looks inside
+    if not (PEERS / "bin/python").exists():
+        run([sys.executable, "-m", "venv", PEERS], PEERS.with_suffix(".log"))
+    (PEERS / ".gitignore").write_text("*\n")  # so that neither git nor ruff looks inside
     failed = []
     for packages in PACKAGES:
         print(f"peers: installing {' '.join(packages)}", file=sys.stderr)
@@ -107,7 +110,8 @@ def make_environment() -> list[str]:
             run([PEERS / "bin/python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages], PEERS / "pip.log")
         except Failure as failure:
             failed.append(f"{' '.join(packages)}: {failure}")
-    if not failed: (PEERS / ".ready").touch()
+    if not failed:
+        (PEERS / ".ready").touch()
     return failed
 
 
@@ -133,12 +137,15 @@ def make_model(name: str, command: Sequence[object], cache: Path) -> Path:
     """Make a model once; our own artifacts every time, for the compiler may have changed."""
     made = cache / name
     ours = name.endswith(".infc")
-    if made.exists() and not ours: return made
+    if made.exists() and not ours:
+        return made
     print(f"peers: making {name}", file=sys.stderr)
     partial = cache / f"partial-{name}"
     for old in (partial, *([made] if ours else [])):
-        if old.is_dir(): shutil.rmtree(old)
-        else: old.unlink(missing_ok=True)
+        if old.is_dir():
+            shutil.rmtree(old)
+        else:
+            old.unlink(missing_ok=True)
     run([partial if part == "{}" else part for part in command], cache / f"{name}.log")
     return partial.rename(made)
 
@@ -147,7 +154,8 @@ def run(command: Sequence[object], log: Path) -> None:
     """Run a command with its output in a log. Raises Failure with the log's last line."""
     with log.open("ab") as file:
         code = subprocess.run([str(part) for part in command], stdout=file, stderr=file, check=False).returncode
-    if code: raise Failure(f"{Path(str(command[0])).name} exited with {code}: {last_line(log)}")
+    if code:
+        raise Failure(f"{Path(str(command[0])).name} exited with {code}: {last_line(log)}")
 
 
 def last_line(log: Path) -> str:
@@ -157,6 +165,7 @@ def last_line(log: Path) -> str:
 
 # --- measuring ------------------------------------------------------------------------------------------------------
 
+
 class Worker:
     """A running engine; stopped (SIGSTOP) whenever it is not asked anything."""
 
@@ -164,8 +173,14 @@ class Worker:
         self.log = log
         with log.open("ab") as errors:
             self.process = subprocess.Popen(
-                [peer.python, HERE / "peer_worker.py", peer.engine, path, str(threads)], stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, stderr=errors, text=True, cwd=log.parent, env={**os.environ, "OMP_NUM_THREADS": str(threads)})
+                [peer.python, HERE / "peer_worker.py", peer.engine, path, str(threads)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                cwd=log.parent,
+                env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+            )
         self.load_s = self._answer()["load_s"]
 
     def ask(self, ids: Sequence[int], new: int) -> dict[str, Any]:
@@ -181,7 +196,8 @@ class Worker:
     def _answer(self) -> dict[str, Any]:
         assert self.process.stdout
         line = self.process.stdout.readline()
-        if not line: raise Failure(last_line(self.log))
+        if not line:
+            raise Failure(last_line(self.log))
         return json.loads(line)
 
     def close(self) -> None:
@@ -218,7 +234,8 @@ def measure(results: Sequence[Result], ids: Sequence[int], cache: Path, threads:
             action()
         except Failure as failure:
             result.reason = str(failure)
-            if worker := workers.pop(result.peer.name, None): worker.close()
+            if worker := workers.pop(result.peer.name, None):
+                worker.close()
 
     def start(result: Result) -> None:
         worker = workers[result.peer.name] = Worker(result.peer, cache / result.peer.model, threads, log(result))
@@ -238,7 +255,7 @@ def measure(results: Sequence[Result], ids: Sequence[int], cache: Path, threads:
     for round_ in range(rounds):
         print(f"peers: round {round_ + 1} of {rounds}", file=sys.stderr)
         order = running()
-        for result in order[round_ % len(order):] + order[: round_ % len(order)] if order else ():
+        for result in order[round_ % len(order) :] + order[: round_ % len(order)] if order else ():
             guarded(result, lambda r=result: sample(workers[r.peer.name], r, ids))
     for worker in workers.values():
         worker.close()
@@ -251,14 +268,25 @@ def measure(results: Sequence[Result], ids: Sequence[int], cache: Path, threads:
 
 # --- telling --------------------------------------------------------------------------------------------------------
 
+
 def summary(results: Sequence[Result]) -> list[dict[str, Any]]:
     """The results as plain data: every sample and its median."""
     reference = next((r.tokens for r in results if r.peer.name == "transformers fp32"), [])
-    return [{
-        "name": r.peer.name, "bits": r.peer.bits, "precision": r.peer.precision, "reason": r.reason, "size_bytes": r.size_bytes,
-        "decode_tok_s": spread(r.decode_tok_s), "prefill_tok_s": {str(n): spread(s) for n, s in r.prefill_tok_s.items()},
-        "cold_s": spread(r.cold_s), "load_s": r.load_s, "tokens_as_fp32": common_prefix(r.tokens, reference),
-    } for r in results]
+    return [
+        {
+            "name": r.peer.name,
+            "bits": r.peer.bits,
+            "precision": r.peer.precision,
+            "reason": r.reason,
+            "size_bytes": r.size_bytes,
+            "decode_tok_s": spread(r.decode_tok_s),
+            "prefill_tok_s": {str(n): spread(s) for n, s in r.prefill_tok_s.items()},
+            "cold_s": spread(r.cold_s),
+            "load_s": r.load_s,
+            "tokens_as_fp32": common_prefix(r.tokens, reference),
+        }
+        for r in results
+    ]
 
 
 def spread(samples: Sequence[float]) -> dict[str, Any]:
@@ -272,12 +300,30 @@ def common_prefix(tokens: Sequence[int], reference: Sequence[int]) -> int:
 
 def table(peers: Sequence[dict[str, Any]]) -> str:
     """The table of README: medians."""
+
     def cell(value: float | None, digits: int = 0) -> str:
         return "-" if value is None else f"{value:.{digits}f}"
 
-    head = ["engine", "bits", "decode tok/s", *(f"prefill {n} tok/s" for n in PREFILL), "fresh process s", f"first tokens as fp32, of {DECODE[1]}"]
-    rows = [[p["name"], str(p["bits"]), cell(p["decode_tok_s"]["median"]), *(cell(p["prefill_tok_s"][str(n)]["median"]) for n in PREFILL),
-             cell(p["cold_s"]["median"], 2), str(p["tokens_as_fp32"])] for p in peers if not p["reason"]]
+    head = [
+        "engine",
+        "bits",
+        "decode tok/s",
+        *(f"prefill {n} tok/s" for n in PREFILL),
+        "fresh process s",
+        f"first tokens as fp32, of {DECODE[1]}",
+    ]
+    rows = [
+        [
+            p["name"],
+            str(p["bits"]),
+            cell(p["decode_tok_s"]["median"]),
+            *(cell(p["prefill_tok_s"][str(n)]["median"]) for n in PREFILL),
+            cell(p["cold_s"]["median"], 2),
+            str(p["tokens_as_fp32"]),
+        ]
+        for p in peers
+        if not p["reason"]
+    ]
     lines = ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
     return "\n".join([*lines, *(f"not measured: {p['name']}: {p['reason']}" for p in peers if p["reason"])])
 
@@ -313,10 +359,11 @@ def main() -> int:
     cache: Path = options.cache.resolve()
     cache.mkdir(parents=True, exist_ok=True)
 
-    for problem in make_environment(): print(f"peers: {problem}", file=sys.stderr)
+    for problem in make_environment():
+        print(f"peers: {problem}", file=sys.stderr)
     results = [Result(p) for p in CONTESTANTS if not options.only or any(word in p.name for word in options.only)]
     steps = recipes(options.given or given_model(), cache)
-    make_model("hf", steps["hf"], cache)                     # everybody's ids come from its tokenizer
+    make_model("hf", steps["hf"], cache)  # everybody's ids come from its tokenizer
     for result in results:
         try:
             result.size_bytes = size_of(make_model(result.peer.model, steps[result.peer.model], cache))

@@ -4,6 +4,7 @@ Results go to stdout (with --json one JSON document and nothing else), progress 
 one line and exit code 2, a failed check is 1, Ctrl-C is 130. `infc run` must start fast, so nothing heavy is imported
 before the command that needs it: typer takes 45 ms, rich 45, torch 2000.
 """
+
 import errno
 import os
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+import typer.core
 from typer.exceptions import TyperException
 
 from ..runtime.errors import RuntimeFault
@@ -25,7 +27,8 @@ class _MeasureByDefault(typer.core.TyperGroup):
     """`infc bench ARTIFACT` is `infc bench measure ARTIFACT`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0] not in (*self.commands, "--help"): args = ["measure", *args]
+        if args and args[0] not in (*self.commands, "--help"):
+            args = ["measure", *args]
         return super().parse_args(ctx, args)
 
 
@@ -46,7 +49,9 @@ def compile_model(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="[default: ./NAME.infc]", show_default=False)] = None,
     target: Annotated[str, typer.Option(help="a name from `infc targets`; cpu is this machine")] = "cpu",
     dtype: Annotated[Literal["bf16", "fp32"], typer.Option(help="of weights, KV cache and products")] = "bf16",
-    allow: Annotated[Literal["exact", "distribution", "approximate"], typer.Option(help="the weakest contract a pass may have")] = "approximate",
+    allow: Annotated[
+        Literal["exact", "distribution", "approximate"], typer.Option(help="the weakest contract a pass may have")
+    ] = "approximate",
     check: Annotated[Literal["off", "fast", "strict"], typer.Option(help="how far each pass is checked")] = "fast",
     buckets: Annotated[str | None, typer.Option(help="token counts, like 1,16,256 [default: chosen]", show_default=False)] = None,
     max_sequences: Annotated[int, typer.Option(min=1, help="sequences in one step")] = 16,
@@ -65,9 +70,12 @@ def compile_model(
         chosen = {"buckets": _counts("buckets", buckets)} if buckets else {}
         options = driver.Options(target, dtype, allow, check, max_sequences=max_sequences, strict=strict, dump=dump, force=force, **chosen)
         result = driver.compile(model, output, options=options, on_event=report).json()
-    if as_json: _print_json(result)
-    elif quiet: print(result["artifact"])
-    else: console.compiled(result)
+    if as_json:
+        _print_json(result)
+    elif quiet:
+        print(result["artifact"])
+    else:
+        console.compiled(result)
 
 
 @app.command()
@@ -89,18 +97,25 @@ def run(
     model = _load(artifact, threads)
     prompts = [sys.stdin.read() if p == "-" else p for p in prompt]
     options: dict[str, Any] = {
-        "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed,
-        "ignore_eos": ignore_eos, "chat": chat,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "seed": seed,
+        "ignore_eos": ignore_eos,
+        "chat": chat,
     }
     with model:
         if as_json:
             outputs = model.generate(prompts, **options)
             _print_json({"outputs": outputs, "timing": model.timing})
         elif len(prompts) == 1:
-            for piece in model.stream(prompts[0], **options): print(piece, end="", flush=True)
+            for piece in model.stream(prompts[0], **options):
+                print(piece, end="", flush=True)
             print()
         else:
-            for text, output in zip(prompts, model.generate(prompts, **options), strict=True): print(f"--- {text}\n{output.text}")
+            for text, output in zip(prompts, model.generate(prompts, **options), strict=True):
+                print(f"--- {text}\n{output.text}")
     if not (quiet or as_json):
         timing = model.timing
         then = f", then {1 / timing.tpot_s:.0f} tokens/s" if timing.tpot_s else ""
@@ -118,8 +133,10 @@ def inspect(artifact: Artifact, as_json: Json = False) -> None:
     kernels = [{name: getattr(kernel, name) for name in kernel.__struct_fields__} for kernel in manifest.kernels]
     whole = _plain(manifest)
     shown = {"manifest": whole, "kernels": kernels, "buckets": whole["buckets"]}
-    if as_json: _print_json(shown)
-    else: console.inspected(shown)
+    if as_json:
+        _print_json(shown)
+    else:
+        console.inspected(shown)
 
 
 @app.command()
@@ -130,9 +147,12 @@ def verify(artifact: Artifact, threads: Threads = None, as_json: Json = False, q
     from . import console
 
     verify_files(_existing(artifact)).close()
-    with _load(artifact, threads) as model: report = _plain(replay(model))
-    if as_json: _print_json(report)
-    elif not quiet: console.pairs("verified", report)
+    with _load(artifact, threads) as model:
+        report = _plain(replay(model))
+    if as_json:
+        _print_json(report)
+    elif not quiet:
+        console.pairs("verified", report)
     if not report["passed"]:
         raise CheckFailed(f"{artifact}: its answers differ from the recorded ones; compile it again, and report this if it stays")
 
@@ -153,10 +173,12 @@ def check(
     flags = targets.host_flags() if target == "cpu" else frozenset(machine.flags)
     missing = sorted(set(manifest.isa) - flags)
     report = {"artifact": str(artifact), "target": machine.name, "runs": not missing, "missing": missing, "files": len(manifest.files)}
-    if as_json: _print_json(report)
+    if as_json:
+        _print_json(report)
     if missing:
         raise UserError(f"{artifact}: needs {', '.join(missing)}, which {machine.name} lacks; compile it with --target {machine.name}")
-    if not as_json: print(f"{artifact}: {len(manifest.files)} files as hashed; runs on {machine.name}")
+    if not as_json:
+        print(f"{artifact}: {len(manifest.files)} files as hashed; runs on {machine.name}")
 
 
 @bench.command("measure", hidden=True)
@@ -176,13 +198,15 @@ def measure(
     from ..runtime import bench as core
     from . import console
 
-    work = core.Workload(
-        _counts("batches", batches), _counts("contexts", contexts), new_tokens, _counts("prefill", prefill), rounds=rounds)
+    work = core.Workload(_counts("batches", batches), _counts("contexts", contexts), new_tokens, _counts("prefill", prefill), rounds=rounds)
     note = None if quiet else lambda text: print(f"  {text}", file=sys.stderr)
     report = core.measure(_existing(artifact), work, threads=threads, note=note)
-    if output: output.write_text(_json(report) + "\n")
-    if as_json: _print_json(report)
-    elif not quiet: console.measured(report)
+    if output:
+        output.write_text(_json(report) + "\n")
+    if as_json:
+        _print_json(report)
+    elif not quiet:
+        console.measured(report)
 
 
 @bench.command("compare")
@@ -196,8 +220,10 @@ def compare(
     from . import console
 
     report = comparison.compare(comparison.load(before), comparison.load(after))
-    if as_json: _print_json(report)
-    else: console.compared(report)
+    if as_json:
+        _print_json(report)
+    else:
+        console.compared(report)
 
 
 @app.command("targets")
@@ -206,15 +232,27 @@ def list_targets(as_json: Json = False) -> None:
     from . import targets
 
     here = targets.host().name
-    rows = [{"name": t.name, "kind": t.kind, "isa": t.isa, "description": t.description, "source": t.source,
-             "runs_here": not targets.missing(t)} for t in targets.TARGETS.values()]
+    rows = [
+        {
+            "name": t.name,
+            "kind": t.kind,
+            "isa": t.isa,
+            "description": t.description,
+            "source": t.source,
+            "runs_here": not targets.missing(t),
+        }
+        for t in targets.TARGETS.values()
+    ]
     if as_json:
         _print_json({"host": here, "targets": rows})
         return
     from .console import table
 
-    table("targets; cpu is this machine: " + here, ("name", "runs here", "what it is"),
-          [(r["name"], "yes" if r["runs_here"] else "no", r["description"]) for r in rows])
+    table(
+        "targets; cpu is this machine: " + here,
+        ("name", "runs here", "what it is"),
+        [(r["name"], "yes" if r["runs_here"] else "no", r["description"]) for r in rows],
+    )
 
 
 @app.command("models")
@@ -222,15 +260,20 @@ def list_models(as_json: Json = False) -> None:
     """List the known models."""
     from ..models import table as known
 
-    rows = [{"name": m.name, "about": m.about, "license": m.license, "config": m.config, "weights": "real" if m.source else "random"}
-            for m in known().values()]
+    rows = [
+        {"name": m.name, "about": m.about, "license": m.license, "config": m.config, "weights": "real" if m.source else "random"}
+        for m in known().values()
+    ]
     if as_json:
         _print_json({"models": rows})
         return
     from .console import table
 
-    table("models; a Hugging Face folder or a GGUF file works too", ("name", "weights", "license", "what it is"),
-          [(r["name"], r["weights"], r["license"], r["about"]) for r in rows])
+    table(
+        "models; a Hugging Face folder or a GGUF file works too",
+        ("name", "weights", "license", "what it is"),
+        [(r["name"], r["weights"], r["license"], r["about"]) for r in rows],
+    )
 
 
 def _existing(artifact: Path) -> Path:
@@ -238,7 +281,6 @@ def _existing(artifact: Path) -> Path:
     from .. import models
 
     if artifact.exists():
-        if not artifact.is_dir() and artifact.suffix != ".gguf" or (artifact / "manifest.json").exists(): return artifact
         if artifact.suffix == ".gguf" or (artifact / "config.json").exists():
             raise UserError(f"{artifact} is a model, not an artifact: compile it first, with: infc compile {artifact}")
         return artifact
@@ -256,7 +298,7 @@ def _load(artifact: Path, threads: int | None) -> "Model":
 
 
 def _counts(name: str, text: str) -> tuple[int, ...]:
-    """"1,16,256" as numbers."""
+    """ "1,16,256" as numbers."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError as error:
@@ -265,7 +307,7 @@ def _counts(name: str, text: str) -> tuple[int, ...]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns its exit code. Only a bug in infc leaves a traceback."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))     # so that unfinished files are removed
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that unfinished files are removed
     try:
         command = typer.main.get_command(app)
         with command.make_context("infc", list(sys.argv[1:] if arguments is None else arguments)) as context:
@@ -280,7 +322,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())              # the reader left: nobody to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left: nobody to tell
         return 128 + signal.SIGPIPE
     except OSError as error:
         return _fail(_os_error(error), 2)
@@ -304,7 +346,8 @@ def _usage(error: TyperException) -> str:
 
 def _os_error(error: OSError) -> str:
     where = f"{error.filename}: " if error.filename else ""
-    if error.errno == errno.ENOSPC: return f"{where}no space left on the disk"
+    if error.errno == errno.ENOSPC:
+        return f"{where}no space left on the disk"
     return f"{where}{error.strerror or error}"
 
 

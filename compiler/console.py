@@ -1,4 +1,5 @@
 """What a compile shows in a terminal: progress on stderr while it runs, tables on stdout when it is done."""
+
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,8 +29,13 @@ class Reporter:
     def __init__(self, quiet: bool) -> None:
         self.console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
         self.bar = Progress(
-            SpinnerColumn(), TextColumn("{task.description}"), BarColumn(24), TimeElapsedColumn(),
-            TextColumn("[dim]{task.fields[text]}"), console=self.console, transient=True,
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(24),
+            TimeElapsedColumn(),
+            TextColumn("[dim]{task.fields[text]}"),
+            console=self.console,
+            transient=True,
             disable=quiet or not self.console.is_terminal,
         )
         self.phase = "starting"
@@ -41,7 +47,8 @@ class Reporter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None: self._close()
+        if kind is None:
+            self._close()
         self.bar.stop()
 
     def __call__(self, event: Event) -> None:
@@ -53,8 +60,9 @@ class Reporter:
             self.phase, self.began = event.name, time.perf_counter()
             self.bar.reset(self.task, total=None, description=event.name, text=event.text)
         text = event.text if event.kind == "phase" else f"{event.name} {event.text}".strip()
-        done = {} if event.fraction is None else {"total": 1.0, "completed": event.fraction}
-        self.bar.update(self.task, text=text, **done)
+        self.bar.update(self.task, text=text)
+        if event.fraction is not None:
+            self.bar.update(self.task, total=1.0, completed=event.fraction)
 
     def _close(self) -> None:
         if self.phase != "starting":
@@ -79,7 +87,8 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], 
 def size(count: float) -> str:
     """Bytes for people: 269.1 MB (decimal, as bandwidths are)."""
     for unit in ("B", "kB", "MB"):
-        if count < 1000: return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        if count < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.2f} GB"
 
@@ -93,78 +102,126 @@ def flatten(facts: Mapping[str, object], prefix: str = "") -> list[tuple[str, ob
     """[("memory.peak_bytes", 1), ...] of {"memory": {"peak_bytes": 1}}."""
     rows: list[tuple[str, object]] = []
     for name, value in facts.items():
-        if isinstance(value, Mapping): rows += flatten(value, f"{prefix}{name}.")
-        else: rows.append((prefix + str(name), _short(value)))
+        if isinstance(value, Mapping):
+            rows += flatten(value, f"{prefix}{name}.")
+        else:
+            rows.append((prefix + str(name), _short(value)))
     return rows
 
 
 def _short(value: object) -> object:
-    if isinstance(value, float): return f"{value:.4g}"
-    if isinstance(value, (list, tuple)): return ", ".join(str(_short(v)) for v in value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(str(_short(v)) for v in value)
     return value
 
 
 def compiled(result: Mapping[str, Any]) -> None:
     """The tables of a compile: passes, programs, and the artifact."""
-    passes = [(p["name"], p["fired"], p["contract"], _error(p["error"]), f"{p['seconds']:.2f}", _why(p["refused"])) for p in result["passes"]]
+    passes = [
+        (p["name"], p["fired"], p["contract"], _error(p["error"]), f"{p['seconds']:.2f}", _why(p["refused"])) for p in result["passes"]
+    ]
     table("passes", ("pass", "fired", "contract", "error", "s", "refused"), passes, right=(1, 3, 4))
     programs = [(name, p["steps"], p["unique_kernels"], p["aten_steps"], size(p["arena_bytes"])) for name, p in result["program"].items()]
     table("programs", ("bucket", "steps", "kernels", "aten steps", "arena"), programs, right=(1, 2, 3, 4))
-    pairs("artifact", {
-        "path": result["artifact"], "version": result["version"], "size": size(result["size_bytes"]),
-        "verify": result["verify"], "predicted": result["predicted"],
-        "seconds": "  ".join(f"{phase} {seconds:.1f}" for phase, seconds in result["seconds"].items()),
-    })
+    pairs(
+        "artifact",
+        {
+            "path": result["artifact"],
+            "version": result["version"],
+            "size": size(result["size_bytes"]),
+            "verify": result["verify"],
+            "predicted": result["predicted"],
+            "seconds": "  ".join(f"{phase} {seconds:.1f}" for phase, seconds in result["seconds"].items()),
+        },
+    )
 
 
 def inspected(shown: Mapping[str, Any]) -> None:
     """An artifact's manifest, kernels and buckets."""
     manifest = shown["manifest"]
     model = manifest["model"]
-    pairs("artifact", {
-        **{name: manifest[name] for name in ("name", "version", "target", "dtype", "contract")},
-        "model": f"{model['parameters'] / 1e6:.0f} M parameters, {model['layers']} layers, vocabulary {model['vocab']}, license {model['license']}",
-        "made with": ", ".join(f"{name} {version}" for name, version in manifest["created_with"].items()),
-        "files": f"{len(manifest['files'])}, {size(sum(f['bytes'] for f in manifest['files'].values()))}",
-        "needs": " ".join(manifest["isa"]) or "any CPU",
-    })
-    table("kernels", ("kernel", "operator", "arch", "registers", "spills"),
-          [(k["name"], k["op"], k["arch"], k["registers"], k["spill_bytes"]) for k in shown["kernels"]], right=(3, 4))
-    table("buckets", ("bucket", "maxima", "steps", "aten steps", "arena"),
-          [(b["name"], " ".join(f"{dim}={most}" for dim, most in b["bucket"].items()), b["steps"], b["aten_steps"], size(b["arena_bytes"]))
-           for b in shown["buckets"]], right=(2, 3, 4))
+    pairs(
+        "artifact",
+        {
+            **{name: manifest[name] for name in ("name", "version", "target", "dtype", "contract")},
+            "model": f"{model['parameters'] / 1e6:.0f} M parameters, {model['layers']} layers, vocabulary {model['vocab']}",
+            "license": model["license"],
+            "made with": ", ".join(f"{name} {version}" for name, version in manifest["created_with"].items()),
+            "files": f"{len(manifest['files'])}, {size(sum(f['bytes'] for f in manifest['files'].values()))}",
+            "needs": " ".join(manifest["isa"]) or "any CPU",
+        },
+    )
+    table(
+        "kernels",
+        ("kernel", "operator", "arch", "registers", "spills"),
+        [(k["name"], k["op"], k["arch"], k["registers"], k["spill_bytes"]) for k in shown["kernels"]],
+        right=(3, 4),
+    )
+    table(
+        "buckets",
+        ("bucket", "maxima", "steps", "aten steps", "arena"),
+        [
+            (b["name"], " ".join(f"{dim}={most}" for dim, most in b["bucket"].items()), b["steps"], b["aten_steps"], size(b["arena_bytes"]))
+            for b in shown["buckets"]
+        ],
+        right=(2, 3, 4),
+    )
 
 
 def measured(report: Mapping[str, Any]) -> None:
     """A measurement."""
     machine, cold, memory = report["environment"], report["cold"], report["memory"]
-    pairs("machine", {
-        "cpu": f"{machine['cpu']}, {machine['isa']}, {report['workload']['threads']} of {machine['cores']} cores",
-        "settings": f"governor {machine['governor']}, huge pages {machine['huge_pages']}, load {machine['load']}",
-        "pure read of the weights": f"{report['read_gb_s']:.1f} GB/s",
-    })
-    decode = [(batch, context, f"{c['tok_s']:.0f}", f"{c['ms']:.2f}", f"{c['share_of_read']:.2f}")
-              for batch, d in report["decode"].items() for context, c in d["context"].items()]
+    parts = (("start and import", "start_and_import_s"), ("load", "load_s"), ("first token", "first_token_s"))
+    pairs(
+        "machine",
+        {
+            "cpu": f"{machine['cpu']}, {machine['isa']}, {report['workload']['threads']} of {machine['cores']} cores",
+            "settings": f"governor {machine['governor']}, huge pages {machine['huge_pages']}, load {machine['load']}",
+            "pure read of the weights": f"{report['read_gb_s']:.1f} GB/s",
+        },
+    )
+    decode = [
+        (batch, context, f"{c['tok_s']:.0f}", f"{c['ms']:.2f}", f"{c['share_of_read']:.2f}")
+        for batch, d in report["decode"].items()
+        for context, c in d["context"].items()
+    ]
     table("decode", ("batch", "context", "tokens/s", "ms a step", "share of read"), decode, right=(0, 1, 2, 3, 4))
     table("prefill", ("prompt", "tokens/s"), [(n, f"{rate:.0f}") for n, rate in report["prefill"].items()], right=(0, 1))
-    spreads = [(batch, name, *(f"{1000 * d[key][p]:.1f}" for p in ("p50", "p90", "p99")), f"{d['throughput_tok_s']:.0f}")
-               for batch, d in report["decode"].items()
-               for name, key in (("first token", "ttft_s"), ("each further token", "tpot_s"), ("whole answer", "end_to_end_s"))]
+    spreads = [
+        (batch, name, *(f"{1000 * d[key][p]:.1f}" for p in ("p50", "p90", "p99")), f"{d['throughput_tok_s']:.0f}")
+        for batch, d in report["decode"].items()
+        for name, key in (("first token", "ttft_s"), ("each further token", "tpot_s"), ("whole answer", "end_to_end_s"))
+    ]
     table("latency, ms", ("batch", "what", "P50", "P90", "P99", "tokens/s in all"), spreads, right=(0, 2, 3, 4, 5))
-    pairs("start", {
-        "fresh process to first token": f"{cold['total_s']:.3f} s ({report['workload']['cold_prompt']}-token prompt)",
-        "of it": f"start and import {cold['start_and_import_s']:.3f}, load {cold['load_s']:.3f}, first token {cold['first_token_s']:.3f}",
-        "warm": f"load {report['warm']['load_s']:.3f}, first token {report['warm']['first_token_s']:.3f}",
-        "memory": f"peak {size(memory['peak_bytes'])} after the first token; weights {size(memory['weights'])}, arena {size(memory['arena'])}",
-    })
+    pairs(
+        "start",
+        {
+            "fresh process to first token": f"{cold['total_s']:.3f} s ({report['workload']['cold_prompt']}-token prompt)",
+            "of it": ", ".join(f"{part} {cold[key]:.3f}" for part, key in parts),
+            "warm": f"load {report['warm']['load_s']:.3f}, first token {report['warm']['first_token_s']:.3f}",
+            "peak memory": f"{size(memory['peak_bytes'])} after the first token",
+            "reserved": f"weights {size(memory['weights'])}, arena {size(memory['arena'])}",
+        },
+    )
 
 
 def compared(report: Mapping[str, Any]) -> None:
     """Two measurements side by side."""
-    rows = [(name, f"{r['before']:.4g}", f"{r['after']:.4g}", f"{r['ratio']:.3f}", "better" if r["better"] else "worse" if r["ratio"] != 1 else "")
-            for name, r in report["ratios"].items()]
+    rows = [
+        (
+            name,
+            f"{r['before']:.4g}",
+            f"{r['after']:.4g}",
+            f"{r['ratio']:.3f}",
+            "better" if r["better"] else "worse" if r["ratio"] != 1 else "",
+        )
+        for name, r in report["ratios"].items()
+    ]
     table("second beside first", ("figure", "first", "second", "ratio", ""), rows, right=(1, 2, 3))
-    if report["machine"]: pairs("not the same machine", {name: f"{a} -> {b}" for name, (a, b) in report["machine"].items()})
+    if report["machine"]:
+        pairs("not the same machine", {name: f"{a} -> {b}" for name, (a, b) in report["machine"].items()})
 
 
 def _error(error: float | None) -> str:
@@ -174,6 +231,7 @@ def _error(error: float | None) -> str:
 def _why(refused: Sequence[Mapping[str, str]]) -> str:
     """The reasons of a pass's refusals, equal ones counted; --json has them all with their places."""
     counts: dict[str, int] = {}
-    for refusal in refused: counts[refusal["reason"]] = counts.get(refusal["reason"], 0) + 1
+    for refusal in refused:
+        counts[refusal["reason"]] = counts.get(refusal["reason"], 0) + 1
     shown = [f"{reason} ({count}x)" if count > 1 else reason for reason, count in counts.items()]
     return "; ".join([*shown[:2], *([f"and {len(shown) - 2} more reasons"] if len(shown) > 2 else [])])

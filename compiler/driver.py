@@ -204,7 +204,7 @@ def _manifest(
             parameters=sum(w.numel() for w in captured.weights.values()), license=meta.get("license") or "",
             source=":".join(str(v) for v in (meta.get("source") or {}).values())),
         passes=tuple(PassInfo(p.name, p.contract.label, p.fired) for p in report.passes if p.fired),
-        created_with={"infc": keys.infc_version(), "torch": torch.__version__, "python": platform.python_version(), "compiler": toolchain},
+        created_with={"infc": keys.infc_version(), "torch": str(torch.__version__), "python": platform.python_version(), "compiler": toolchain},
         kv=tuple(_kv_buffer(name, caches[name].meta["val"]) for name in graph.kv),
         kernels=tuple(store.kernels.values()), golden=GoldenInfo(GOLDEN, "max_abs", golden.bound))
 

@@ -13,6 +13,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import sympy
@@ -20,6 +21,7 @@ import torch
 from torch import SymBool, SymFloat, SymInt, Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .errors import CheckFailed
@@ -110,7 +112,7 @@ class Graph:
         return evaluate(self, inputs, self.weights if weights is None else weights)
 
     def copy(self) -> "Graph":
-        """An independent graph over the same weight tensors."""
+        """An independent graph over the same weight tensors. Its Python code is made when called, if ever (0.1 s)."""
         new = fx.Graph()
         env: dict[fx.Node, fx.Node] = {}
         for node in self.nodes:
@@ -118,7 +120,7 @@ class Graph:
             if twin.name != node.name:
                 twin._rename(node.name)
             twin.meta = {k: list(v) if isinstance(v, list) else v for k, v in node.meta.items()}
-        return Graph(fx.GraphModule({}, new), dict(self.weights), list(self.inputs), list(self.outputs), dict(self.symbols),
+        return Graph(_LazyGraphModule({}, new), dict(self.weights), list(self.inputs), list(self.outputs), dict(self.symbols),
                      self.dialect, dict(self.meta), list(self.kv), dict(self.exact), self.sample_inputs)
 
     def restore(self, saved: "Graph") -> None:
@@ -243,8 +245,13 @@ def size_text(size: Any, symbols: Mapping[str, str]) -> str:
     """A size with public dim names and no spaces: `B*S`, `N+1`, `576`."""
     if isinstance(size, int):
         return str(size)
-    expr = expression(size)
-    names = {s: sympy.Symbol(symbols.get(str(s), str(s)), integer=True) for s in expr.free_symbols}
+    return _expression_text(expression(size), tuple(symbols.items()))
+
+
+@lru_cache(maxsize=4096)
+def _expression_text(expr: sympy.Expr, symbols: tuple[tuple[str, str], ...]) -> str:
+    public = dict(symbols)
+    names = {s: sympy.Symbol(public.get(str(s), str(s)), integer=True) for s in expr.free_symbols}
     return str(expr.xreplace(names)).replace(" ", "")
 
 

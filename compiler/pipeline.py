@@ -114,7 +114,7 @@ def _admit(passes: Sequence[AnyPass], ceiling: Contract) -> None:
 
 
 def _run_one(graph: Graph, one: AnyPass, judge: "_Judge", options: dict[str, Any], budget: int | None) -> PassResult:
-    before, written = graph.copy(), text(graph)
+    before = graph.copy()
     result = PassResult(one.name, one.contract)
     notes = Report(one.name, options=options, budget=budget)
     start = time.perf_counter()
@@ -123,7 +123,7 @@ def _run_one(graph: Graph, one: AnyPass, judge: "_Judge", options: dict[str, Any
         result.seconds = time.perf_counter() - start
         result.refused, result.misses = notes.refused, notes.misses
         verify(graph)
-        if result.fired == 0 and text(graph) != written:
+        if result.fired == 0 and text(graph) != text(before):
             raise CheckFailed("says it did nothing, but the graph is another one")
         if result.fired:
             result.error = judge.judge(one, before, graph)

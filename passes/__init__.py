@@ -7,8 +7,8 @@ PIPELINE = (
     "canonicalize",          # one spelling per idea, so that every later pattern is short
     "fold_constants",        # what depends on weights alone is a weight
     "merge_common",          # layers share their cos/sin and masks: later passes look at each once
+    "fuse_layer_norm",       # before RMSNorm, whose chain it contains
     "fuse_rms_norm",
-    "fuse_layer_norm",
     "fuse_rope",             # before attention: it reads q and k as the projections left them
     "rewrite_attention",     # unexpands kv heads, names the mask
     "drop_dead",             # the masks, and the shapes they were made of

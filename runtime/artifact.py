@@ -177,13 +177,12 @@ def read(path: str | os.PathLike[str]) -> Artifact:
     where = Path(path)
     for attempt in range(3):
         storage = open_storage(where)
-        before = os.stat(where).st_ino
         try:
             return Artifact(where, storage)
-        except (RuntimeFault, FileNotFoundError):
+        except RuntimeFault:
+            replaced = storage.replaced()                 # by `write(force=True)` while we read: read the new one
             storage.close()
-            replaced = where.exists() and os.stat(where).st_ino != before
-            if not replaced or attempt == 2:  # replaced by `write(force=True)` while we read: read the new one
+            if not replaced or attempt == 2:
                 raise
         except OSError as error:
             storage.close()
@@ -200,7 +199,7 @@ def verify_files(path: str | os.PathLike[str], full: bool = True) -> Artifact:
 
 
 def write(
-    path: str | os.PathLike[str], parts: Parts, force: bool = False, check: Callable[[Path], object] | None = None,
+    path: str | os.PathLike[str], parts: Parts, force: bool = False, check: Callable[[Path], object] | None = None
 ) -> Manifest:
     """Write an artifact in one step: it is there whole, or not at all. Returns the manifest as written. See writer.py.
 

@@ -4,6 +4,7 @@ Speed on a CPU is the machine's own read rate times the share of it that a step 
 minute on shared machines, so it is taken right before and after every sample, by the same threads, of the same bytes.
 Every figure is a median of `rounds` samples, the samples are kept, and the kinds are interleaved.
 """
+
 import json
 import random
 import statistics
@@ -31,30 +32,28 @@ SEED = 0
 class Workload(msgspec.Struct, frozen=True):
     """What is run; two reports can be compared only where these agree."""
 
-    batches: tuple[int, ...] = (1, 8)            # sequences decoded at once
-    contexts: tuple[int, ...] = (128, 448)       # tokens of each prompt before the decode that is measured
-    new_tokens: int = 64                         # per sequence and sample
+    batches: tuple[int, ...] = (1, 8)  # sequences decoded at once
+    contexts: tuple[int, ...] = (128, 448)  # tokens of each prompt before the decode that is measured
+    new_tokens: int = 64  # per sequence and sample
     prefill: tuple[int, ...] = (128, 256, 1024)  # prompt lengths
-    cold_prompt: int = 16                        # prompt of a fresh process
+    cold_prompt: int = 16  # prompt of a fresh process
     rounds: int = 5
-    threads: int = 0                             # filled in by measure
+    threads: int = 0  # filled in by measure
 
 
 class DecodeSample(msgspec.Struct, frozen=True):
     """One decode of a batch: times of its steps, and what the machine could read meanwhile."""
 
     context: int
-    first_s: list[float]                         # from the start to each sequence's first token
-    each_s: list[float]                          # from the start to each sequence's last token
+    first_s: list[float]  # from the start to each sequence's first token
+    each_s: list[float]  # from the start to each sequence's last token
     total_s: float
-    steps_s: list[float]                         # every step in which all sequences decode
+    steps_s: list[float]  # every step in which all sequences decode
     read_gb_s: float
     share_of_read: float
 
 
-def measure(
-    path: Path, work: Workload, *, threads: int | None = None, note: Callable[[str], object] | None = None
-) -> dict[str, Any]:
+def measure(path: Path, work: Workload, *, threads: int | None = None, note: Callable[[str], object] | None = None) -> dict[str, Any]:
     """The whole report, plain data. `note` gets one line per stage. Raises RuntimeFault where the workload does not fit."""
     work = msgspec.structs.replace(work, threads=threads or default_threads())
     say = note or (lambda text: None)
@@ -66,13 +65,16 @@ def measure(
         warm = {"load_s": model.timing.load_s, "first_token_s": _prefill(model, work.cold_prompt)}
         decode: dict[int, list[DecodeSample]] = {batch: [] for batch in work.batches}
         prefill: dict[int, list[float]] = {length: [] for length in work.prefill}
-        for round_ in range(-1, work.rounds):                        # round -1 only warms up
+        for round_ in range(-1, work.rounds):  # round -1 only warms up
             say("warming up" if round_ < 0 else f"round {round_ + 1} of {work.rounds}")
             samples = [(b, _decode(model, b, c, work.new_tokens)) for b in work.batches for c in work.contexts]
             rates = [(n, n / _prefill(model, n)) for n in work.prefill]
-            if round_ < 0: continue
-            for batch, sample in samples: decode[batch].append(sample)
-            for length, rate in rates: prefill[length].append(rate)
+            if round_ < 0:
+                continue
+            for batch, sample in samples:
+                decode[batch].append(sample)
+            for length, rate in rates:
+                prefill[length].append(rate)
         return _report(model, work, cold, warm, decode, prefill)
 
 
@@ -98,8 +100,10 @@ def _prefill(model: Model, length: int) -> float:
 
 def _run(model: Model, prompts: Sequence[list[int]], new: int) -> list[tuple[int, int, float]]:
     """Greedy tokens without text: (number of the step, sequence, time) of each."""
-    requests = [Request(i, ids, max_tokens=new, sampling=Sampling(), seed=None, eos=frozenset(), stop_ids=frozenset(), text=None, live=False)
-                for i, ids in enumerate(prompts)]
+    requests = [
+        Request(i, ids, max_tokens=new, sampling=Sampling(), seed=None, eos=frozenset(), stop_ids=frozenset(), text=None, live=False)
+        for i, ids in enumerate(prompts)
+    ]
     return [(model.steps, request.index, perf_counter()) for request, _, _ in run_requests(model, requests)]
 
 
@@ -120,22 +124,29 @@ def _decode(model: Model, batch: int, context: int, new: int) -> DecodeSample:
     moved = step_bytes(model.artifact) + batch * kv_bytes_per_token(model.artifact) * (context + new // 2)
     firsts, lasts = _times(events, min), _times(events, max)
     return DecodeSample(
-        context=context, steps_s=steps, read_gb_s=rate, share_of_read=moved / statistics.median(steps) / 1e9 / rate,
-        first_s=[t - begin for t in firsts], each_s=[t - begin for t in lasts], total_s=end - begin,
+        context=context,
+        steps_s=steps,
+        read_gb_s=rate,
+        share_of_read=moved / statistics.median(steps) / 1e9 / rate,
+        first_s=[t - begin for t in firsts],
+        each_s=[t - begin for t in lasts],
+        total_s=end - begin,
     )
 
 
 def _full_steps(events: Sequence[tuple[int, int, float]], batch: int) -> list[float]:
     """Seconds of each step in which every sequence decoded: it and the step before it gave `batch` tokens."""
     ends: dict[int, list[float]] = {}
-    for step, _, when in events: ends.setdefault(step, []).append(when)
+    for step, _, when in events:
+        ends.setdefault(step, []).append(when)
     return [max(ends[k]) - max(ends[k - 1]) for k in ends if len(ends[k]) == batch == len(ends.get(k - 1, ()))]
 
 
 def _times(events: Sequence[tuple[int, int, float]], which: Callable[..., float]) -> list[float]:
     """The first (min) or last (max) time of each sequence."""
     by_sequence: dict[int, list[float]] = {}
-    for _, sequence, when in events: by_sequence.setdefault(sequence, []).append(when)
+    for _, sequence, when in events:
+        by_sequence.setdefault(sequence, []).append(when)
     return [which(times) for times in by_sequence.values()]
 
 
@@ -143,7 +154,8 @@ def _check_fits(model: Model, work: Workload) -> None:
     """Raise RuntimeFault, naming the option, where the artifact cannot run the workload."""
     if min((*work.batches, *work.contexts, *work.prefill, work.rounds), default=0) < 1 or not work.batches or not work.contexts:
         raise RuntimeFault("batches, contexts, prefill lengths and rounds must all be >= 1, and there must be a batch and a context")
-    if work.new_tokens < 3: raise RuntimeFault(f"new tokens is {work.new_tokens}; a decode needs at least 3")
+    if work.new_tokens < 3:
+        raise RuntimeFault(f"new tokens is {work.new_tokens}; a decode needs at least 3")
     limits = model.limits
     if max(work.batches) > limits.sequences:
         raise RuntimeFault(f"batch {max(work.batches)} is more than the {limits.sequences} sequences this artifact takes; give --batches")
@@ -153,8 +165,12 @@ def _check_fits(model: Model, work: Workload) -> None:
 
 
 def _report(
-    model: Model, work: Workload, cold: list[dict[str, float]], warm: dict[str, float],
-    decode: dict[int, list[DecodeSample]], prefill: dict[int, list[float]],
+    model: Model,
+    work: Workload,
+    cold: list[dict[str, float]],
+    warm: dict[str, float],
+    decode: dict[int, list[DecodeSample]],
+    prefill: dict[int, list[float]],
 ) -> dict[str, Any]:
     manifest = model.manifest
     every = [sample for samples in decode.values() for sample in samples]

@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Sequence as Seq
+from threading import RLock
 from weakref import WeakSet
 
 from .errors import RuntimeFault
@@ -30,6 +31,7 @@ class BlockPool:
         self._owned = 0
         self._reserved = 0
         self._holders: WeakSet[Holder] = WeakSet()
+        self._lock = RLock()
 
     @property
     def free(self) -> int:
@@ -38,52 +40,56 @@ class BlockPool:
 
     def reserve(self, holder: "Holder", count: int) -> bool:
         """Promise a new holder that its first `count` blocks will be there. False where they are not."""
-        if count > self.free:
-            self.recover()
-        if count > self.free:
-            return False
-        self._holders.add(holder)
-        holder.reserved = count
-        self._reserved += count
-        return True
+        with self._lock:
+            if count > self.free:
+                self.recover()
+            if count > self.free:
+                return False
+            self._holders.add(holder)
+            holder.reserved = count
+            self._reserved += count
+            return True
 
     def grow(self, holder: "Holder", count: int) -> None:
         """Give a holder `count` more blocks of zeros, all or none."""
-        self._holders.add(holder)
-        promised = min(count, holder.reserved)
-        if count - promised > self.free:
-            self.recover()
-        if count - promised > self.free:
-            raise RuntimeFault(
-                f"the KV pool is full: {count} more blocks of {BLOCK} tokens are needed, {self.free + promised} of {self.count} are "
-                "free; close a sequence, or load with a larger kv_tokens="
-            )
-        again = [self._used.pop() for _ in range(min(count, len(self._used)))]
-        fresh = range(self._fresh, self._fresh + count - len(again))
-        self._fresh += len(fresh)
-        self._owned += count
-        self._reserved -= promised
-        holder.reserved -= promised
-        self.peak = max(self.peak, self._owned)
-        self._clear(again)
-        holder.blocks += [*again, *fresh]
+        with self._lock:
+            self._holders.add(holder)
+            promised = min(count, holder.reserved)
+            if count - promised > self.free:
+                self.recover()
+            if count - promised > self.free:
+                raise RuntimeFault(
+                    f"the KV pool is full: {count} more blocks of {BLOCK} tokens are needed, {self.free + promised} of {self.count} are "
+                    "free; close a sequence, or load with a larger kv_tokens="
+                )
+            again = [self._used.pop() for _ in range(min(count, len(self._used)))]
+            fresh = range(self._fresh, self._fresh + count - len(again))
+            self._fresh += len(fresh)
+            self._owned += count
+            self._reserved -= promised
+            holder.reserved -= promised
+            self.peak = max(self.peak, self._owned)
+            self._clear(again)
+            holder.blocks += [*again, *fresh]
 
     def shrink(self, holder: "Holder", keep: int) -> None:
         """Take back all but a holder's first `keep` blocks, and with keep=0 what was reserved for it."""
-        gone = holder.blocks[keep:]
-        del holder.blocks[keep:]
-        self._used += reversed(gone)
-        self._owned -= len(gone)
-        if not keep:
-            self._reserved -= holder.reserved
-            holder.reserved = 0
+        with self._lock:
+            gone = holder.blocks[keep:]
+            del holder.blocks[keep:]
+            self._used += reversed(gone)
+            self._owned -= len(gone)
+            if not keep:
+                self._reserved -= holder.reserved
+                holder.reserved = 0
 
     def recover(self) -> None:
         """Count again from the holders alive: what an interrupt cut off, or a caller dropped without closing, comes back."""
-        held = {block for holder in self._holders for block in holder.blocks}
-        self._used = [block for block in range(self._fresh) if block not in held]
-        self._owned = len(held)
-        self._reserved = sum(holder.reserved for holder in self._holders)
+        with self._lock:
+            held = {block for holder in self._holders for block in holder.blocks}
+            self._used = [block for block in range(self._fresh) if block not in held]
+            self._owned = len(held)
+            self._reserved = sum(holder.reserved for holder in self._holders)
 
     def _clear(self, blocks: Seq[int]) -> None:
         for first, count in _runs(sorted(blocks)):

@@ -1,4 +1,5 @@
 """Two measurements side by side: refused where they did not measure the same thing."""
+
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 from .errors import RuntimeFault
 
 MUST_AGREE = ("schema", "model", "contract", "workload")
-SMALLER_IS_BETTER = ("_s", ".ms", "_bytes")      # how such a figure's name ends; tok_s, gb_s and prefill are rates
+SMALLER_IS_BETTER = ("_s", ".ms", "_bytes")  # how such a figure's name ends; tok_s, gb_s and prefill are rates
 RATES = ("tok_s", "gb_s")
 SHOWN = ("read_gb_s", "decode", "prefill", "cold", "warm", "memory")
 
@@ -37,7 +38,8 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, An
     figures = dict(_numbers({k: after[k] for k in SHOWN}))
     for name, old in _numbers({k: before[k] for k in SHOWN}):
         new = figures.get(name)
-        if new is None or not old: continue
+        if new is None or not old:
+            continue
         ratio = new / old
         better = ratio < 1 if smaller_is_better(name) else ratio > 1
         ratios[name] = {"before": old, "after": new, "ratio": ratio, "better": better}
@@ -48,14 +50,17 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, An
 def smaller_is_better(name: str) -> bool:
     """Of times and sizes less is better; of rates and shares more."""
     last = name.rpartition(".")[2]
-    if last in ("p50", "p90", "p99"): last = name.split(".")[-2]
+    if last in ("p50", "p90", "p99"):
+        last = name.split(".")[-2]
     return not last.endswith(RATES) and f".{last}".endswith(SMALLER_IS_BETTER)
 
 
 def _numbers(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
     for name, entry in value.items():
-        if isinstance(entry, Mapping): yield from _numbers(entry, f"{prefix}{name}.")
-        elif isinstance(entry, (int, float)): yield prefix + name, entry
+        if isinstance(entry, Mapping):
+            yield from _numbers(entry, f"{prefix}{name}.")
+        elif isinstance(entry, (int, float)):
+            yield prefix + name, entry
 
 
 def _differences(a: Any, b: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -3,6 +3,7 @@
 golden.safetensors holds, for each case i: `case{i}.tokens` i32[n], `case{i}.rows` i32[r] (positions) and `case{i}.logits`
 f32 or f64 [r, vocab], the captured model's own logits at those positions. The manifest holds the metric and its bound.
 """
+
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,7 +24,7 @@ class Case(NamedTuple):
 
     tokens: Sequence[int]
     rows: Sequence[int]
-    logits: "np.ndarray"           # [rows, vocab]
+    logits: "np.ndarray"  # [rows, vocab]
 
 
 class GoldenReport(msgspec.Struct, frozen=True):
@@ -31,9 +32,9 @@ class GoldenReport(msgspec.Struct, frozen=True):
 
     metric: str
     bound: float
-    error: float                   # the worst of all; NaN where an output was NaN
+    error: float  # the worst of all; NaN where an output was NaN
     errors: dict[str, float]
-    top1: float                    # share of rows whose likeliest token is the recorded one
+    top1: float  # share of rows whose likeliest token is the recorded one
     passed: bool
 
 
@@ -94,7 +95,7 @@ def _run(model: "Model", case: Case, chunk: int) -> "np.ndarray":
 
     with model.sequence() as sequence:
         parts = [
-            model.step([sequence], [case.tokens[at:at + chunk]], logits="all").logits[0]
+            model.step([sequence], [case.tokens[at : at + chunk]], logits="all").logits[0]
             for at in range(0, len(case.tokens), chunk)
         ]
     return np.concatenate(parts)[list(case.rows)]
@@ -103,7 +104,7 @@ def _run(model: "Model", case: Case, chunk: int) -> "np.ndarray":
 def _run_mixed(model: "Model", cases: Sequence[Case]) -> "list[np.ndarray]":
     found: list[np.ndarray] = []
     for first in range(0, len(cases), model.limits.sequences):
-        group = cases[first:first + model.limits.sequences]
+        group = cases[first : first + model.limits.sequences]
         sequences = [model.sequence() for _ in group]
         try:
             logits = model.step(sequences, [c.tokens for c in group], logits="all").logits

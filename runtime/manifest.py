@@ -130,16 +130,12 @@ def decode(raw: bytes, where: str) -> Manifest:
     try:
         schema = msgspec.json.decode(raw, type=_Schema).schema
         if schema != SCHEMA:
-            raise RuntimeFault(
-                f"{where}: {MANIFEST} has schema {schema}, this infc reads schema {SCHEMA}; compile it again"
-            )
+            raise RuntimeFault(f"{where}: {MANIFEST} has schema {schema}, this infc reads schema {SCHEMA}; compile it again")
         manifest = msgspec.json.decode(raw, type=Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RuntimeFault(f"{where}: {MANIFEST} is damaged ({error}); compile it again") from error
     if hashlib.sha256(_set_digest(raw, manifest.digest, _NO_DIGEST)).hexdigest() != manifest.digest:
-        raise RuntimeFault(
-            f"{where}: {MANIFEST} was altered (its sha256 differs from the one it records); compile it again"
-        )
+        raise RuntimeFault(f"{where}: {MANIFEST} was altered (its sha256 differs from the one it records); compile it again")
     return manifest
 
 

@@ -25,9 +25,7 @@ class Sampling(NamedTuple):
         top_k = _integer("top_k", self.top_k)
         top_p = _number("top_p", self.top_p)
         if not temperature >= 0 or math.isinf(temperature):
-            raise RuntimeFault(
-                f"temperature is {temperature}; it must be a finite number >= 0 (0 takes the likeliest token)"
-            )
+            raise RuntimeFault(f"temperature is {temperature}; it must be a finite number >= 0 (0 takes the likeliest token)")
         if top_k < 0:
             raise RuntimeFault(f"top_k is {top_k}; it must be >= 0 (0 turns it off)")
         if not 0 < top_p <= 1:
@@ -68,10 +66,8 @@ def token_ids(value: Any, vocab: int, what: str) -> list[int]:
     items = value.tolist() if hasattr(value, "tolist") else list(value)
     if not items:
         raise RuntimeFault(f"{what} is empty; give at least one token")
-    if all(type(i) is int for i in items):
-        ids = items
-    else:
-        ids = [_integer(f"{what}: token {i}", item) for i, item in enumerate(items)]
+    plain = all(type(i) is int for i in items)            # the usual case, checked at C speed
+    ids = items if plain else [_integer(f"{what}: token {i}", item) for i, item in enumerate(items)]
     if min(ids) < 0 or max(ids) >= vocab:
         at, bad = next((i, t) for i, t in enumerate(ids) if not 0 <= t < vocab)
         raise RuntimeFault(f"{what}: token {at} is {bad}; the vocabulary has ids 0..{vocab - 1}")

@@ -50,9 +50,7 @@ class Folder:
         except FileNotFoundError:
             raise
         except OSError as error:  # ELOOP: a link; ENOTDIR: a file where a folder should be
-            raise RuntimeFault(
-                f"{self.where}: cannot open {name} ({error.strerror}); links are not followed"
-            ) from error
+            raise RuntimeFault(f"{self.where}: cannot open {name} ({error.strerror}); links are not followed") from error
         finally:
             os.close(folder)
         status = os.fstat(fd)
@@ -61,7 +59,12 @@ class Folder:
             raise RuntimeFault(f"{self.where}: {name} is not a plain file; copy the artifact again")
         return Span(fd, 0, status.st_size)
 
+    def replaced(self) -> bool:
+        """Whether the path names another folder by now."""
+        return _replaced(self._root, self.where)
+
     def close(self) -> None:
+        """Let go of it."""
         if self._root >= 0:
             os.close(self._root)
             self._root = -1
@@ -106,7 +109,12 @@ class Zip:
             raise RuntimeFault(f"{self.where}: {name} reaches past the end of the zip; copy it again")
         return Span(os.dup(self._fd), offset, size)
 
+    def replaced(self) -> bool:
+        """Whether the path names another file by now."""
+        return _replaced(self._fd, self.where)
+
     def close(self) -> None:
+        """Let go of it."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -114,11 +122,20 @@ class Zip:
 
 def open_storage(path: Path) -> Folder | Zip:
     """The storage of an artifact at `path`."""
-    if path.is_dir():
-        return Folder(path)
-    if path.is_file():
-        return Zip(path)
-    raise RuntimeFault(f"{path}: no such artifact; make one with: infc compile MODEL -o {path}")
+    try:
+        return Folder(path) if path.is_dir() else Zip(path)
+    except FileNotFoundError as error:
+        raise RuntimeFault(f"{path}: no such artifact; make one with: infc compile MODEL -o {path}") from error
+    except OSError as error:
+        raise RuntimeFault(f"{path}: cannot be opened ({error.strerror})") from error
+
+
+def _replaced(fd: int, path: str) -> bool:
+    """Whether the path names another file by now than the one that is open."""
+    try:
+        return os.stat(path).st_ino != os.fstat(fd).st_ino
+    except OSError:
+        return False
 
 
 def read_span(span: Span) -> bytes:

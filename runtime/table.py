@@ -1,5 +1,6 @@
 """The step table: a Program's steps as addresses, checked against what was allocated, ready for one call."""
 import ctypes
+import re
 from collections.abc import Callable, Mapping
 from time import perf_counter_ns
 from typing import TYPE_CHECKING
@@ -83,11 +84,11 @@ class StepTable:
         return (ctypes.c_int64 * len(self.program.dims))(*[dims[name] for name in self.program.dims])
 
     def _call_aten(self, index: int, symbol: str, dims: Mapping[str, int]) -> None:
-        from . import aten_step                           # imports torch when it runs
+        from . import aten_step  # imports torch when it runs
 
         views = [self._view(j, dims) for j in self.program.steps[index].args]
-        inputs = aten_step.inputs(symbol)
-        aten_step.run(symbol, views[:inputs], views[inputs:], dims)
+        reads = 1 + max((int(k) for k in re.findall(r'{"in":(\d+)}', symbol)), default=-1)      # results follow what is read
+        aten_step.run(symbol, views[:reads], views[reads:], dims)
 
     def _view(self, index: int, dims: Mapping[str, int]) -> "View":
         from .aten_step import View, size

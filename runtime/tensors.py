@@ -130,9 +130,7 @@ def parse_header(text: bytes, data_bytes: int, where: str) -> dict[str, Place]:
     for name, p in places.items():
         inside = 0 <= p.start <= p.stop <= data_bytes
         if not inside or p.stop - p.start != _bytes(p.dtype, p.shape):
-            raise RuntimeFault(
-                f"{where}: tensor {name} {p.dtype}{list(p.shape)} does not fit its place {p.start}..{p.stop}"
-            )
+            raise RuntimeFault(f"{where}: tensor {name} {p.dtype}{list(p.shape)} does not fit its place {p.start}..{p.stop}")
     return places
 
 
@@ -144,9 +142,9 @@ def parse(data: bytes, where: str) -> "dict[str, np.ndarray]":
     region = memoryview(data)[start:]
     kinds = {"bf16": "u2", "bool": "?"}
     return {
-        name: np.frombuffer(
-            region[p.start : p.stop], kinds.get(p.dtype) or f"{p.dtype[0]}{_ITEM_BYTES[p.dtype]}"
-        ).reshape(p.shape)
+        name: np.frombuffer(region[p.start : p.stop], kinds.get(p.dtype) or f"{p.dtype[0]}{_ITEM_BYTES[p.dtype]}").reshape(
+            p.shape
+        )
         for name, p in parse_header(data[8:start], len(region), where).items()
         if not name.startswith(".pad.")
     }

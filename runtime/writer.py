@@ -150,7 +150,11 @@ def _fill(folder: Path, parts: Parts) -> Manifest:
 
 def _bucket_info(program: Program, aten: set[str]) -> BucketInfo:
     return BucketInfo(
-        program.name, f"programs/{program.name}.json", program.bucket, program.arena_bytes, len(program.steps),
+        program.name,
+        f"programs/{program.name}.json",
+        program.bucket,
+        program.arena_bytes,
+        len(program.steps),
         sum(step.kernel in aten for step in program.steps),
     )
 
@@ -202,10 +206,7 @@ def _exchange(folder: Path, path: Path) -> None:
 
     libc = ctypes.CDLL(None, use_errno=True)
     rename = getattr(libc, "renameat2", None)  # glibc 2.28
-    if (
-        rename is not None
-        and rename(_AT_FDCWD, os.fsencode(folder), _AT_FDCWD, os.fsencode(path), _RENAME_EXCHANGE) == 0
-    ):
+    if rename is not None and rename(_AT_FDCWD, os.fsencode(folder), _AT_FDCWD, os.fsencode(path), _RENAME_EXCHANGE) == 0:
         return
     aside = folder.with_name(folder.name + "-old")  # a file system without exchange: two renames, a moment apart
     os.rename(path, aside)

@@ -83,7 +83,6 @@ def _step(choose, pick, pool: list[Tensor], live: bool) -> tuple[str, Callable[[
         both("and", torch.logical_and)
         if torch.bool not in (x.dtype, y.dtype): both("sub", torch.sub)
         both("maximum", torch.maximum)
-        if x.dtype == y.dtype and x.dtype in FLOATS: both("add_alpha", lambda p, q: torch.add(p, q, alpha=3))
     if x.dtype != torch.bool:
         add("neg", torch.neg)
         add("abs", torch.abs)
@@ -94,7 +93,6 @@ def _step(choose, pick, pool: list[Tensor], live: bool) -> tuple[str, Callable[[
         add("lt_0.3", lambda t: t < 0.3)
     if x.dtype in FLOATS:
         add("div_3", lambda t: t / 3)
-        add("sqrt", torch.sqrt)
         add("floor", torch.floor)
         add("isnan", torch.isnan)
         add("masked_fill", lambda t: t.masked_fill(t > 0, -1.0))

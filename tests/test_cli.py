@@ -1,4 +1,5 @@
 """The command line does what it says: stable JSON names, one JSON document on stdout, progress on stderr, fast starts."""
+
 import json
 import os
 import subprocess
@@ -105,12 +106,24 @@ def test_bench_json_has_the_stable_names_and_compares(tmp_path: Path):
 
 @pytest.mark.parametrize(("field", "value"), [("contract", "distribution"), ("workload.contexts", [17]), ("model", "another")])
 def test_bench_compare_refuses_what_differs(tmp_path: Path, field: str, value: object):
-    report: dict = {"schema": 1, "model": "m", "contract": "exact", "workload": {"contexts": [16], "rounds": 5}, "environment": {},
-                    "read_gb_s": 30.0, "decode": {}, "prefill": {"8": 1.0}, "cold": {}, "warm": {}, "memory": {}}
+    report: dict = {
+        "schema": 1,
+        "model": "m",
+        "contract": "exact",
+        "workload": {"contexts": [16], "rounds": 5},
+        "environment": {},
+        "read_gb_s": 30.0,
+        "decode": {},
+        "prefill": {"8": 1.0},
+        "cold": {},
+        "warm": {},
+        "memory": {},
+    }
     (tmp_path / "a.json").write_text(json.dumps(report))
     inner = report
     *path, last = field.split(".")
-    for name in path: inner = inner[name]
+    for name in path:
+        inner = inner[name]
     inner[last] = value
     (tmp_path / "b.json").write_text(json.dumps(report))
     refused = infc("bench", "compare", tmp_path / "a.json", tmp_path / "b.json")
@@ -123,8 +136,19 @@ def test_comparison_knows_which_way_is_better():
 
     assert all(map(smaller_is_better, ("cold.total_s", "decode.1.ms", "decode.1.tpot_s.p99", "memory.peak_bytes")))
     assert not any(map(smaller_is_better, ("read_gb_s", "decode.1.tok_s", "prefill.256", "decode.8.share_of_read")))
-    base = {"schema": 1, "model": "m", "contract": "exact", "workload": {}, "environment": {"cpu": "a", "load": 1}, "read_gb_s": 30.0,
-            "decode": {"1": {"tok_s": 100.0, "ms": 10.0}}, "prefill": {}, "cold": {}, "warm": {}, "memory": {}}
+    base = {
+        "schema": 1,
+        "model": "m",
+        "contract": "exact",
+        "workload": {},
+        "environment": {"cpu": "a", "load": 1},
+        "read_gb_s": 30.0,
+        "decode": {"1": {"tok_s": 100.0, "ms": 10.0}},
+        "prefill": {},
+        "cold": {},
+        "warm": {},
+        "memory": {},
+    }
     faster = {**base, "decode": {"1": {"tok_s": 200.0, "ms": 5.0}}, "environment": {"cpu": "b", "load": 2}}
     report = compare(base, faster)
     assert report["ratios"]["decode.1.tok_s"] == {"before": 100.0, "after": 200.0, "ratio": 2.0, "better": True}
@@ -148,16 +172,25 @@ def test_targets_and_models_list_what_there_is():
 
 
 def test_run_imports_neither_torch_nor_rich():
-    code = ("import sys; from infc.compiler.cli import main; code = main(); "
-            "print(*sorted({m.split('.')[0] for m in sys.modules} & {'torch', 'transformers', 'triton', 'rich', 'gguf'}), file=sys.stderr)")
-    done = subprocess.run([sys.executable, "-c", code, "run", tiny(), "-p", "hi", "--max-tokens", "2", "--quiet"], capture_output=True, text=True)
+    code = (
+        "import sys; from infc.compiler.cli import main; code = main(); "
+        "print(*sorted({m.split('.')[0] for m in sys.modules} & {'torch', 'transformers', 'triton', 'rich', 'gguf'}), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "run", tiny(), "-p", "hi", "--max-tokens", "2", "--quiet"], capture_output=True, text=True
+    )
     assert (done.returncode, done.stderr) == (0, "\n")
 
 
 def test_a_reader_that_leaves_ends_the_command_quietly():
     reader = subprocess.Popen(["head", "-c", "1"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
-    done = subprocess.run([*INFC, "run", tiny(), "-p", "hello", "--max-tokens", "400", "--ignore-eos", "--quiet"],
-                          stdout=reader.stdin, stderr=subprocess.PIPE, text=True, timeout=120)
+    done = subprocess.run(
+        [*INFC, "run", tiny(), "-p", "hello", "--max-tokens", "400", "--ignore-eos", "--quiet"],
+        stdout=reader.stdin,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+    )
     reader.communicate()
     assert done.returncode in (0, 141) and done.stderr == ""
 

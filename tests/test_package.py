@@ -1,4 +1,5 @@
 """What is installed is whole: every module and data file is in the wheel, and the wheel alone compiles and runs a model."""
+
 import os
 import shutil
 import subprocess
@@ -41,8 +42,23 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     skipped = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "*.infc")
     shutil.copytree(ROOT, folder / "source", ignore=skipped)
-    subprocess.run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index",
-                    "--wheel-dir", folder, folder / "source"], check=True, timeout=120)
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "--quiet",
+            "--no-deps",
+            "--no-build-isolation",
+            "--no-index",
+            "--wheel-dir",
+            folder,
+            folder / "source",
+        ],
+        check=True,
+        timeout=120,
+    )
     return next(folder.glob("infc-*.whl"))
 
 
@@ -53,8 +69,9 @@ def test_the_wheel_holds_every_module_and_data_file(wheel: Path):
 
 def test_the_wheel_alone_compiles_and_runs(wheel: Path, tmp_path: Path):
     site = tmp_path / "site"
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", site, wheel],
-                   check=True, timeout=120)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", site, wheel], check=True, timeout=120
+    )
     environment = {**os.environ, "PYTHONPATH": str(site)}
 
     def python(code: str) -> str:

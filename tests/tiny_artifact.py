@@ -1,4 +1,5 @@
 """The command line as a user runs it, and one compiled `tiny` artifact shared by the tests that need one."""
+
 import contextlib
 import functools
 import io

@@ -15,7 +15,7 @@ from ..index import Div, Expr, Mod, expr, interval, product
 from ..launch import Context, Launch, Out
 from ..loops import REDUCTIONS, Guard, Region, Stmt, merge_axes, parse, text
 
-LANES = 16                     # independent partial results of a reduction: one AVX-512 register of fp32
+LANES = 32                     # independent partial results of a reduction: two AVX-512 registers of fp32
 BLOCK = 64                     # threads split columns at multiples of this: no cache line is written by two
 
 VALUE = {"f64": "double", "f32": "float", "bf16": "float", "i64": "int64_t", "i32": "int32_t", "i16": "int16_t", "i8": "int8_t",
@@ -122,7 +122,7 @@ def _reduction_pass(region: Region, reductions: list[int]) -> list[str]:
         kind = _accumulator(s)
         out.append(f"{kind} a{i}[{LANES}];")
         out.append(f"for (int l = 0; l < {LANES}; ++l) a{i}[l] = {_start(s, kind)};")
-        step.append(f"a{i}[l] = {_combine(s.op, f'a{i}[l]', f'({kind})v{s.args[0]}', kind)};")
+        step.append(f"a{i}[l] = {_combine(s.op, f'({kind})v{s.args[0]}', f'a{i}[l]', kind)};")
     inside = [_assign(region, i) for i in _slice(region, [region.body[i].args[0] for i in reductions])] + step
     out += ["{", "  int64_t first = 0;", f"  for (; first + {LANES} <= columns; first += {LANES})",
             f"    for (int l = 0; l < {LANES}; ++l) {{", "      const int64_t j = first + l;", *(f"      {x}" for x in inside), "    }",

@@ -19,6 +19,7 @@ class Emit:
         self.graph = graph
         self.source: fx.Node | None = None
         self.sizes: dict[Any, fx.Node] = {}                       # size expression -> a node that has it
+        self.axes: dict[Any, tuple[fx.Node, int]] = {}            # size expression -> an axis of an input that has it
 
     def __call__(self, target: Any, *args: Any, val: Any = None, **kwargs: Any) -> fx.Node:
         assert self.source is not None
@@ -27,9 +28,14 @@ class Emit:
         return node
 
     def note(self, node: fx.Node) -> None:
-        """Remember a node that is a size, so that the same size is not asked for again."""
-        if isinstance(node.meta.get("val"), torch.SymInt):
-            self.sizes.setdefault(node.meta["val"].node.expr, node)
+        """Remember a node that is or has a size, so that no computed value is kept alive for its shape."""
+        val = node.meta.get("val")
+        if isinstance(val, torch.SymInt):
+            self.sizes.setdefault(val.node.expr, node)
+        elif node.op == "placeholder" and isinstance(val, Tensor):
+            for axis, size in enumerate(val.shape):
+                if isinstance(size, torch.SymInt):
+                    self.axes.setdefault(size.node.expr, (node, axis))
 
     def size(self, x: fx.Node, dim: int) -> Any:
         """x.shape[dim] as an int or a node."""
@@ -37,7 +43,7 @@ class Emit:
         if isinstance(size, int):
             return size
         if size.node.expr not in self.sizes:
-            self.note(self(aten.sym_size.int, x, dim, val=size))
+            self.note(self(aten.sym_size.int, *self.axes.get(size.node.expr, (x, dim)), val=size))
         return self.sizes[size.node.expr]
 
 

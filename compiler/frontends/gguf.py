@@ -3,6 +3,7 @@
 Only the llama architecture. What the file asks for and models/llama.py does not do (biases, experts, YaRN) is refused by
 name; nothing in the file is ignored.
 """
+import math
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,6 +27,7 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }  # fmt: skip
 ROPE_FACTORS = "rope_freqs.weight"                                # Llama 3.1's scaling, as one divisor per frequency
+MAX_SIZE = 1 << 24                                                # of one axis or count: far beyond any model, far from overflow
 
 
 def load(path: Path, digest: str | None = None) -> tuple[Llama, dict[str, Any]]:
@@ -43,42 +45,55 @@ def read_config(file: GGUFFile) -> LlamaConfig:
     if architecture != "llama":
         raise UserError(f"{name} has architecture {architecture!r}; the GGUF frontend reads 'llama'. "
                         f"Give the model's Hugging Face folder instead")
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise UserError(f"{name} has no token_embd.weight: it is not a whole model")
+    hidden, q_heads = _count(file, "embedding_length"), _count(file, "attention.head_count")
+    head_dim = _count(file, "attention.key_length", hidden // q_heads)
+    config = LlamaConfig(
+        vocab_size=embedding.shape[0], hidden_size=hidden, intermediate_size=_count(file, "feed_forward_length"),
+        layers=_count(file, "block_count"), q_heads=q_heads, kv_heads=_count(file, "attention.head_count_kv", q_heads), head_dim=head_dim,
+        max_positions=_count(file, "context_length"), rms_eps=_shortest(_positive(file, "attention.layer_norm_rms_epsilon")),
+        rope_theta=_positive(file, "rope.freq_base", 10_000.0), tied="output.weight" not in file.tensors,
+    )  # fmt: skip
+    _check_supported(file, config)
+    return config
 
-    def need(key: str) -> Any:
-        if f"llama.{key}" not in data:
-            raise UserError(f"{name} has no llama.{key}: it is truncated, or not a whole model")
-        value = data[f"llama.{key}"]
-        if isinstance(value, list) and len(set(value)) == 1:      # one number per layer, all equal
-            return value[0]
-        if isinstance(value, list | str | bool):
-            raise UserError(f"{name}: llama.{key} is {value!r}; one number for all layers is needed")
-        return value
 
-    hidden, q_heads = need("embedding_length"), need("attention.head_count")
-    head_dim = data.get("llama.attention.key_length", hidden // q_heads)
-    kv_heads = data.get("llama.attention.head_count_kv") and need("attention.head_count_kv") or q_heads
+def _check_supported(file: GGUFFile, config: LlamaConfig) -> None:
+    data, head_dim = file.metadata, config.head_dim
+    rotary, value_dim = data.get("llama.rope.dimension_count", head_dim), data.get("llama.attention.value_length", head_dim)
+    scaling, experts = data.get("llama.rope.scaling.type", "none"), data.get("llama.expert_count", 0)
     refusals = {
-        f"{data.get('llama.expert_count')} experts": data.get("llama.expert_count", 0) != 0,
-        f"value heads of {data.get('llama.attention.value_length')} beside key heads of {head_dim}":
-            data.get("llama.attention.value_length", head_dim) != head_dim,
-        f"rotary positions on {data.get('llama.rope.dimension_count')} of {head_dim} values":
-            data.get("llama.rope.dimension_count", head_dim) != head_dim,
-        f"{q_heads} query heads over {kv_heads} kv heads": q_heads % kv_heads != 0,
-        f"rope scaling {data.get('llama.rope.scaling.type')!r}":
-            data.get("llama.rope.scaling.type", "none") not in ("none", "linear"),
-    }  # fmt: skip
+        f"{experts} experts": experts != 0,
+        f"value heads of {value_dim} beside key heads of {head_dim}": value_dim != head_dim,
+        f"rotary positions on {rotary} of {head_dim} values": rotary != head_dim or head_dim % 2 != 0,
+        f"{config.q_heads} query heads over {config.kv_heads} kv heads": config.q_heads % config.kv_heads != 0,
+        f"rope scaling {scaling!r}": scaling not in ("none", "linear"),
+        f"{config.layers} layers with {len(file.tensors)} tensors": config.layers > len(file.tensors),
+    }
     for what, refused in refusals.items():
         if refused:
-            raise UserError(f"{name} asks for {what}, which this frontend does not read")
-    vocabulary = file.tensors.get("token_embd.weight")
-    if vocabulary is None:
-        raise UserError(f"{name} has no token_embd.weight: it is not a whole model")
-    return LlamaConfig(
-        vocab_size=vocabulary.shape[0], hidden_size=hidden, intermediate_size=need("feed_forward_length"),
-        layers=need("block_count"), q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, max_positions=need("context_length"),
-        rms_eps=_shortest(need("attention.layer_norm_rms_epsilon")), rope_theta=float(data.get("llama.rope.freq_base", 10_000.0)),
-        tied="output.weight" not in file.tensors,
-    )  # fmt: skip
+            raise UserError(f"{file.path.name} asks for {what}, which is not a Llama this frontend reads")
+
+
+def _count(file: GGUFFile, key: str, default: int | None = None) -> int:
+    """A size from `llama.KEY`; the same for all layers where the file gives one per layer."""
+    value = file.metadata.get(f"llama.{key}", default)
+    if isinstance(value, list) and len(set(value)) == 1:
+        value = value[0]
+    if value is None:
+        raise UserError(f"{file.path.name} has no llama.{key}: it is truncated, or not a whole model")
+    if type(value) is not int or not 1 <= value <= MAX_SIZE:
+        raise UserError(f"{file.path.name} is altered, or no Llama: llama.{key} is {value!r}")
+    return value
+
+
+def _positive(file: GGUFFile, key: str, default: float | None = None) -> float:
+    value = file.metadata.get(f"llama.{key}", default)
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise UserError(f"{file.path.name} is altered, or no Llama: llama.{key} is {value!r}")
+    return float(value)
 
 
 def build(file: GGUFFile, config: LlamaConfig) -> Llama:
@@ -95,7 +110,10 @@ def build(file: GGUFFile, config: LlamaConfig) -> Llama:
         heads = {"q_proj": config.q_heads, "k_proj": config.kv_heads}.get(target.split(".")[-2])
         if heads:
             rows = half_split(rows, heads)
-        return target, torch.from_numpy(file.dequantize(name, rows))
+        values = file.dequantize(name, rows)
+        if not np.isfinite(values).all():
+            raise UserError(f"{file.path.name} is altered: tensor {name} holds values that are not finite")
+        return target, torch.from_numpy(values)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:              # numpy releases the GIL in its loops
         weights = dict(pool.map(read, wanted))
@@ -153,7 +171,7 @@ def _check_tensors(file: GGUFFile, wanted: dict[str, tuple[int, ...]], places: d
 def _frequencies(file: GGUFFile, config: LlamaConfig) -> Tensor:
     frequencies = inverse_frequencies(config)
     if file.metadata.get("llama.rope.scaling.type") == "linear":
-        frequencies = frequencies / float(file.metadata["llama.rope.scaling.factor"])
+        frequencies = frequencies / _positive(file, "rope.scaling.factor")
     if ROPE_FACTORS in file.tensors:
         factors = torch.from_numpy(file.dequantize(ROPE_FACTORS, file.rows(ROPE_FACTORS)))
         if factors.shape != frequencies.shape or not bool((factors > 0).all()):

@@ -205,4 +205,7 @@ def _load_model(transformers: Any, folder: Path) -> nn.Module:
         raise UserError(f"{folder.name} lacks {len(missing)} weights, the first is {missing[0]}: they would be random")
     if report["mismatched_keys"]:
         raise UserError(f"{folder.name}: the shape of {sorted(report['mismatched_keys'])[0]} is not what config.json says")
+    wrong = next((name for name, weight in model.named_parameters() if not bool(torch.isfinite(weight).all())), None)
+    if wrong:
+        raise UserError(f"{folder.name}: weight {wrong} holds values that are not finite")
     return model.eval().requires_grad_(False)

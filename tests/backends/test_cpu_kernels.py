@@ -84,7 +84,7 @@ def test_linear(library: Library, dtype: torch.dtype, k: int, n: int) -> None:
         x = randn(rows, k, dtype=dtype, seed=rows)
         poisoned = torch.cat((x, torch.full((2, k), torch.nan, dtype=dtype)))
         (y,) = library.run(f"linear-{dtype}-{k}x{n}", {"x": poisoned, "w": w}, [rows], threads=1 + i % 3)
-        judge(y, *both("linear", x=x, w=w, out_dtype=F32))
+        judge(y, *both("linear", x=x, w=w, out_dtype=F32), pooled=True)
 
 
 @pytest.mark.parametrize("dtype", X_DTYPES, ids=str)
@@ -94,7 +94,7 @@ def test_linear_with_bias_and_residual(library: Library, dtype: torch.dtype) -> 
         x, residual = randn(rows, 48, dtype=dtype, seed=rows), randn(rows, 33)
         given = {"x": x, "w": w, "bias": bias, "residual": residual}
         (y,) = library.run(f"linear-all-{dtype}", given, [rows], threads=1 + i % 3)
-        judge(y, *both("linear", **given, out_dtype=BF16))
+        judge(y, *both("linear", **given, out_dtype=BF16), pooled=True)
 
 
 @pytest.mark.parametrize("act", ["silu", "gelu", "gelu_tanh"])
@@ -105,7 +105,7 @@ def test_linear_swiglu(library: Library, dtype: torch.dtype, k: int, f: int, act
     for i, rows in enumerate(ROWS):
         x = randn(rows, k, dtype=dtype, seed=rows)
         (y,) = library.run(f"linear_swiglu-{dtype}-{k}x{f}-{act}", {"x": x, "w": w}, [rows], threads=1 + i % 3)
-        judge(y, *both("linear_swiglu", x=x, w=w, act=act, out_dtype=dtype))
+        judge(y, *both("linear_swiglu", x=x, w=w, act=act, out_dtype=dtype), pooled=True)
 
 
 @pytest.mark.parametrize("act", ["silu", "gelu", "gelu_tanh"])

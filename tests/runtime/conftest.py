@@ -10,14 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import Tokenizer
-
 from infc.runtime import artifact
 from infc.runtime.artifact import Parts
 from infc.runtime.isa import this_cpu
 from infc.runtime.manifest import GoldenInfo, KvBuffer, Manifest, ModelInfo
 from infc.runtime.program import DIMS, Buffer, Kernel, Program, Step
 from infc.runtime.tensors import Tensor, tensor
+from tokenizers import Tokenizer
 
 KERNELS = Path(__file__).resolve().parents[2] / "backends" / "cpu" / "kernels"
 VOCAB, EOS, BLOCK, POSITIONS = 512, 511, 32, 256
@@ -109,7 +108,8 @@ class Fake:
             for k, v in names.items()
         ]
         buffers += [
-            Buffer("k_cache_0", "kv", "f32", ("P", 1, BLOCK, 1), BLOCK * 4), Buffer("v_cache_0", "kv", "f32", ("P", 1, BLOCK, 1), BLOCK * 4),
+            Buffer("k_cache_0", "kv", "f32", ("P", 1, BLOCK, 1), BLOCK * 4),
+            Buffer("v_cache_0", "kv", "f32", ("P", 1, BLOCK, 1), BLOCK * 4),
             Buffer("w", "weight", "i32", (VOCAB,), VOCAB * 4, tensor="w"),
             Buffer("kept", "arena", "f32", ("T",), 4 * t, offset=0),
             Buffer("hash", "arena", "i32", ("R",), 4 * n, offset=-(-4 * t // 64) * 64),

@@ -13,8 +13,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from safetensors import safe_open
-
 from infc.runtime import artifact, isa
 from infc.runtime.artifact import read, verify_files
 from infc.runtime.errors import RuntimeFault
@@ -22,6 +20,7 @@ from infc.runtime.manifest import FileInfo, WeightsInfo, decode, encode
 from infc.runtime.session import load
 from infc.runtime.storage import contained
 from infc.runtime.tensors import tensor
+from safetensors import safe_open
 
 
 def files(path: Path) -> list[str]:
@@ -162,7 +161,7 @@ def test_a_cpu_without_the_isa_never_loads_the_code(fake, changes, message):
 
 def test_isa_names():
     old = isa.Cpu("Old CPU", "x86_64", frozenset(isa.LEVELS["x86-64-v3"]))
-    with pytest.raises(RuntimeFault, match="needs AVX-512 BF16, which this CPU .*--target x86-64-v3"):
+    with pytest.raises(RuntimeFault, match=r"needs AVX-512 BF16, which this CPU .*--target x86-64-v3"):
         isa.require(("avx2", "avx512_bf16"), "x86_64", "a.infc", old)
     isa.require(isa.LEVELS["x86-64-v3"], "x86_64", "a.infc", old)
     assert old.level() == "x86-64-v3"
@@ -170,7 +169,8 @@ def test_isa_names():
 
 @pytest.mark.parametrize(("spoil", "message"), [
     (lambda p: {"buffers": (*p["buffers"][:-1], {**p["buffers"][-1], "bytes": 1 << 40})}, "the output logits takes .* outside its"),
-    (lambda p: {"buffers": tuple({**b, "offset": -64} if b["kind"] == "arena" else b for b in p["buffers"])}, "the arena kept takes .* at -64"),
+    (lambda p: {"buffers": tuple({**b, "offset": -64} if b["kind"] == "arena" else b for b in p["buffers"])},
+     "the arena kept takes .* at -64"),
     (lambda p: {"buffers": tuple({**b, "tensor": "x"} if b["kind"] == "weight" else b for b in p["buffers"])}, "the weight x is not there"),
     (lambda p: {"steps": tuple({**s, "args": [99]} for s in p["steps"])}, "step 0 .* names buffer 99 of"),
     (lambda p: {"steps": tuple({**s, "kernel": "nope"} for s in p["steps"])}, "needs the kernel nope"),
@@ -257,7 +257,7 @@ def test_a_model_goes_on_after_its_artifact_was_replaced(fake):
 
 
 def test_no_folder_to_write_to(fake):
-    with pytest.raises(RuntimeFault, match="the folder .* does not exist"):
+    with pytest.raises(RuntimeFault, match=r"the folder .* does not exist"):
         fake.write("none/a.infc")
 
 

@@ -3,7 +3,6 @@ import random
 from collections.abc import Iterator
 
 import pytest
-
 from infc.runtime.session import Model, load
 
 
@@ -59,7 +58,7 @@ def test_eos_ends_an_answer_and_ignore_eos_does_not(fake, model):
 
 def test_sampling_depends_on_the_seed_and_not_on_the_batch(fake, model):
     batch = prompts(4, 60, 11)
-    options = dict(max_tokens=15, temperature=0.7, top_k=5, top_p=0.5, ignore_eos=True)
+    options = {"max_tokens": 15, "temperature": 0.7, "top_k": 5, "top_p": 0.5, "ignore_eos": True}
     together = [o.token_ids for o in model.generate(batch, seed=[1, 2, 3], **options)]
     assert together == [model.generate(p, seed=s, **options)[0].token_ids for p, s in zip(batch, (1, 2, 3), strict=True)]
     for prompt, seed, ids in zip(batch, (1, 2, 3), together, strict=True):

@@ -2,7 +2,6 @@
 import msgspec
 import numpy as np
 import pytest
-
 from infc.runtime import golden
 from infc.runtime.errors import RuntimeFault
 from infc.runtime.golden import Case

@@ -3,7 +3,6 @@ import math
 
 import numpy as np
 import pytest
-
 from infc.runtime.errors import RuntimeFault
 from infc.runtime.session import load
 

@@ -1,7 +1,6 @@
 """step(): your own loop. Logits are copies; any split into chunks and any mix of sequences gives the same; errors change nothing."""
 import numpy as np
 import pytest
-
 from infc.runtime.errors import RuntimeFault
 from infc.runtime.session import load
 

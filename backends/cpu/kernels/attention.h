@@ -14,7 +14,7 @@ namespace infc {
 constexpr int64_t BLOCK_ROWS = 48, CHUNK = 4;            // rows of an item; pages between two looks at the row maxima
 constexpr float LOG2E = 1.44269504088896341f;
 
-template <int D> struct Softmax {                        // of BLOCK_ROWS rows: exponents are base 2, m already scaled
+template <int D> struct Softmax {                        // of BLOCK_ROWS rows; m in the units of the scores
     alignas(64) float m[BLOCK_ROWS];
     f32x16 l[BLOCK_ROWS];                                // sixteen partial sums
     alignas(64) float o[BLOCK_ROWS][D];
@@ -33,7 +33,18 @@ template <class C, int D> struct Attention {
     // one call: the pages of a chunk, and how many of their tokens any row of the block may see
     struct Chunk { const char* k[CHUNK]; const char* v[CHUNK]; const char* next[CHUNK]; int64_t pages, tokens, first_token; };
     struct Mask { int64_t first_row, group, first_pos, window; };      // row -> the span of positions it sees
-    struct Scale { float score, cap; };                                // cap 0: none; else score = scale / cap
+    struct Scale {
+        float scale, cap;                                // cap 0: none
+
+        // exp(scale * (x - m)). The fine form rounds where the reference does (x - m is often exact, a scale of 1/8 always
+        // is); the coarse form folds log2(e) into one multiply-add: p is rounded to bf16 anyway.
+        INFC_INLINE f32x16 term(f32x16 x, float m) const {
+            const float by = cap != 0 ? 1.0f : scale;
+            if (EXP == FINE) return exp((x - splat(m)) * splat(by));
+            return exp2<COARSE>(fma(x, splat(by * LOG2E), splat(-m * (by * LOG2E))));
+        }
+    };
+    static INFC_INLINE float finite(float m) { return m == -__builtin_inff() ? 0.0f : m; }     // nothing seen yet: terms are 0
 
     template <int R, int V> static INFC_INLINE void scores(const L* q, const Chunk& c, int v0, float (*s)[CHUNK * PAGE]) {
         for (int64_t j = 0; j < c.pages; j++) {
@@ -80,7 +91,7 @@ template <class C, int D> struct Attention {
         f32x16 top = low;
         for (int64_t i = 0; i < n; i += 16) {
             f32x16 x = load16(s + i);
-            if (scale.cap != 0) x = splat(scale.cap) * tanh(x * splat(scale.score));
+            if (scale.cap != 0) x = splat(scale.cap) * tanh(x * splat(scale.scale) / splat(scale.cap));
             if (masked) {
                 i32x16 at = iota() + splat_i32(int32_t(c.first_token + i));
                 x = select((at < splat_i32(int32_t(hi))) & (at >= splat_i32(int32_t(lo))), x, low);
@@ -88,15 +99,13 @@ template <class C, int D> struct Attention {
             if (masked || scale.cap != 0) store16(s + i, x);
             top = maximum(x, top);
         }
-        const float factor = scale.cap != 0 ? LOG2E : scale.score * LOG2E;
-        float peak = reduce_max(top) * factor, now = m > peak ? m : peak;
-        float base = now == -__builtin_inff() ? 0.0f : now;            // nothing seen yet: all terms are exp2(-inf)
+        float peak = reduce_max(top), now = m > peak ? m : peak, base = finite(now);
         float alpha[16];
-        store16(alpha, exp2<EXP>(splat(m - base)));
+        store16(alpha, scale.term(splat(m), base));
         f32x16 sum = l * splat(alpha[0]);
         auto* out = reinterpret_cast<typename Panel<C>::type*>(p);
         for (int64_t i = 0; i < n; i += 16) {
-            f32x16 e = exp2<EXP>(fma(load16(s + i), splat(factor), splat(-base)));
+            f32x16 e = scale.term(load16(s + i), base);
             sum = sum + e;
             store16(out + i, e);
         }
@@ -195,7 +204,7 @@ void paged_attention(const infc_run* r, int64_t tokens, int64_t sequences, int64
     static_assert(3 * sizeof(Softmax<D>) + (BLOCK_ROWS + At::ROWS) * At::Q_LDA * sizeof(typename At::L) <= SCRATCH_BYTES, "too wide");
     const auto* starts = static_cast<const int32_t*>(query_start);
     const auto* lens = static_cast<const int32_t*>(context_len);
-    const typename At::Scale factors{softcap != 0 ? scale / softcap : scale, softcap};
+    const typename At::Scale factors{scale, softcap};
     const int64_t q_heads = kv_heads * group;
     // this thread's scratch: the part of an item begun before it, the part it leaves unfinished, an item all its own
     auto* mine = static_cast<Softmax<D>*>(r->scratch);
@@ -207,8 +216,8 @@ void paged_attention(const infc_run* r, int64_t tokens, int64_t sequences, int64
     auto finish = [&](const Item& it, const Softmax<D>& st) {
         for (int64_t i = 0; i < it.rows; i++) {
             float sum = reduce_add(st.l[i]);
-            f32x16 by = splat(sum == 0 ? 0.0f : 1.0f / sum);
-            for (int64_t d = 0; d < D; d += 16) store16(static_cast<Y*>(y) + place(it, i) + d, load16(&st.o[i][d]) * by);
+            f32x16 by = splat(sum == 0 ? 1.0f : sum);    // a row that sees nothing stays 0
+            for (int64_t d = 0; d < D; d += 16) store16(static_cast<Y*>(y) + place(it, i) + d, load16(&st.o[i][d]) / by);
         }
     };
     auto clear = [&](int64_t from, int64_t to) {
@@ -257,8 +266,8 @@ void paged_attention(const infc_run* r, int64_t tokens, int64_t sequences, int64
         if (from >= to) continue;
         const auto& part = *reinterpret_cast<const Softmax<D>*>(scratch_of(r, t));
         for (int64_t i = 0; i < open.rows; i++) {
-            float now = st.m[i] > part.m[i] ? st.m[i] : part.m[i], base = now == -__builtin_inff() ? 0.0f : now;
-            f32x16 a = exp2(splat(st.m[i] - base)), b = exp2(splat(part.m[i] - base));
+            float now = st.m[i] > part.m[i] ? st.m[i] : part.m[i], base = At::finite(now);
+            f32x16 a = factors.term(splat(st.m[i]), base), b = factors.term(splat(part.m[i]), base);
             st.m[i] = now, st.l[i] = st.l[i] * a + part.l[i] * b;
             for (int64_t d = 0; d < D; d += 16) store16(&st.o[i][d], load16(&st.o[i][d]) * a + load16(&part.o[i][d]) * b);
         }

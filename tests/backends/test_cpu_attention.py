@@ -1,0 +1,156 @@
+"""Paged attention and the writes into its cache, against the operators' references: mixed batches, windows, soft-caps."""
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from cpu_kernels import ISAS, M, N, P, T, Library, call, judge, meta
+from infc.backends.cpu.pack import pack_k, pack_v, unpack_k, unpack_v
+from infc.compiler.ops.registry import by_name
+from torch import Tensor, fx
+
+F32, BF16, I32 = torch.float32, torch.bfloat16, torch.int32
+OPS = torch.ops.infc
+
+# name: query heads, kv heads, head size, cache dtype, q dtype, output dtype, window, soft-cap
+KINDS = {
+    "smollm2": (9, 3, 64, BF16, BF16, BF16, 0, 0.0),
+    "smollm2-f32": (9, 3, 64, F32, F32, F32, 0, 0.0),
+    "no-groups": (2, 2, 16, F32, F32, F32, 0, 0.0),
+    "one-kv-head": (7, 1, 48, BF16, F32, F32, 0, 0.0),
+    "window": (4, 2, 32, F32, F32, F32, 40, 0.0),
+    "window-bf16": (4, 2, 32, BF16, BF16, BF16, 5, 0.0),
+    "soft-cap": (4, 1, 80, F32, F32, F32, 0, 20.0),
+    "soft-cap-window-bf16": (8, 2, 128, BF16, BF16, BF16, 70, 30.0),
+}
+
+# (new tokens, context before them) of each sequence
+BATCHES = {
+    "first token": [(1, 0)],
+    "decode": [(1, 36)],
+    "long decode": [(1, 515)],
+    "decodes": [(1, 31), (1, 32), (1, 33), (1, 200), (1, 0)],
+    "prefill": [(77, 0)],
+    "chunked prefill": [(40, 100)],
+    "mixed": [(1, 300), (20, 0), (3, 130), (1, 5), (33, 64)],
+    "an empty sequence": [(2, 3), (0, 7), (1, 64)],
+}
+
+
+def attend(hq: int, hkv: int, d: int, kv: torch.dtype, q: torch.dtype, y: torch.dtype, window: int, softcap: float) -> fx.Node:
+    return call(OPS.paged_attention.default, q=meta(T, hq, d, dtype=q), k_cache=meta(P, hkv, 32, d, dtype=kv),
+                v_cache=meta(P, hkv, 32, d, dtype=kv), query_start=meta(N + 1, dtype=I32), context_len=meta(N, dtype=I32),
+                block_table=meta(N, M, dtype=I32), scale=d**-0.5, window=window, softcap=softcap, out_dtype=y)
+
+
+def write(kv: torch.dtype, interleaved: bool) -> fx.Node:
+    return call(OPS.rope_kv_write.default, qkv=meta(T, 8 * 48), cos=meta(T, 20), sin=meta(T, 20), k_cache=meta(P, 2, 32, 48, dtype=kv),
+                v_cache=meta(P, 2, 32, 48, dtype=kv), slots=meta(T, dtype=I32), q_heads=4, kv_heads=2, interleaved=interleaved,
+                out_dtype=kv)
+
+
+@pytest.fixture(scope="module", params=ISAS)
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Library]:
+    nodes = {name: attend(*kind) for name, kind in KINDS.items()}
+    for kv in (F32, BF16):
+        for interleaved in (False, True): nodes[f"write-{kv}-{interleaved}"] = write(kv, interleaved)
+        nodes[f"plain-write-{kv}"] = call(
+            OPS.kv_write.default, k=meta(T, 3, 32), v=meta(T, 3, 32), k_cache=meta(P, 3, 32, 32, dtype=kv),
+            v_cache=meta(P, 3, 32, 32, dtype=kv), slots=meta(T, dtype=I32))
+    made = Library(request.param, nodes, tmp_path_factory.mktemp("attention"))
+    yield made
+    made.close()
+
+
+@dataclass
+class Step:
+    """Inputs of one step over a cache whose unwritten places are NaN; `tables` are scattered over the pool."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    query_start: Tensor
+    context_len: Tensor
+    block_table: Tensor
+
+
+def step(kind: str, batch: str, padding: int = 2) -> Step:
+    hq, hkv, d, kv, dtype, *_ = KINDS[kind]
+    make = torch.Generator().manual_seed(len(batch))
+    new, before = zip(*BATCHES[batch], strict=True)
+    lens = [a + b for a, b in zip(new, before, strict=True)]
+    blocks = [(n + 31) // 32 for n in lens]
+    width, pool = max(blocks) + 1, sum(blocks) + 3
+    order = torch.randperm(pool, generator=make)
+    table = torch.full((len(lens), width), 2**30, dtype=I32)           # what lies beyond a sequence's blocks is never followed
+    k_cache, v_cache = (torch.full((pool, hkv, 32, d), torch.nan, dtype=kv) for _ in "kv")
+    for n, count in enumerate(blocks):
+        mine, order = order[:count], order[count:]
+        table[n, :count] = mine.to(I32)
+        for p in range(lens[n]):
+            for cache in (k_cache, v_cache):
+                cache[mine[p // 32], :, p % 32] = torch.randn(hkv, d, generator=make).to(kv)
+    starts = torch.tensor([0, *torch.tensor(new).cumsum(0).tolist()], dtype=I32)
+    q = torch.randn(int(starts[-1]) + padding, hq, d, generator=make).to(dtype)
+    q[int(starts[-1]):] = torch.nan                                    # padding rows: of no sequence
+    return Step(q, k_cache, v_cache, starts, torch.tensor(lens, dtype=I32), table)
+
+
+def expected(kind: str, s: Step) -> tuple[Tensor, Tensor]:
+    *_, d, _, _, y, window, softcap = KINDS[kind]
+    reference = by_name("infc::paged_attention").reference
+    given = (s.query_start, s.context_len, s.block_table, d**-0.5, window, softcap)
+    return (reference(s.q, s.k_cache, s.v_cache, *given, y),
+            reference(s.q.double(), s.k_cache.double(), s.v_cache.double(), *given))
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_paged_attention(library: Library, kind: str, batch: str) -> None:
+    s = step(kind, batch)
+    plain, exact = expected(kind, s)
+    given = {"q": s.q, "k_cache": pack_k(s.k_cache), "v_cache": pack_v(s.v_cache), "query_start": s.query_start,
+             "context_len": s.context_len, "block_table": s.block_table}
+    dims = [len(s.q), len(s.context_len), 0, s.block_table.shape[1], len(s.k_cache)]
+    heads = (len(s.q) * KINDS[kind][0], KINDS[kind][2])                # all heads of all tokens
+    for threads in (1, 2, 3):
+        (y,) = library.run(kind, given, dims, threads)
+        assert bool((y[int(s.query_start[-1]):] == 0).all()), "padding rows are not 0"
+        # probabilities are rounded to the cache's dtype before they meet v: that is the ulp
+        judge(y.view(heads), plain.view(heads), exact.view(heads), KINDS[kind][3], pooled=True)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("kv", [F32, BF16], ids=str)
+def test_rope_kv_write(library: Library, kv: torch.dtype, interleaved: bool) -> None:
+    make = torch.Generator().manual_seed(1)
+    for tokens in (1, 2, 37):
+        qkv, cos, sin = (torch.randn(tokens, n, generator=make) for n in (8 * 48, 20, 20))
+        slots = torch.randperm(4 * 32, generator=make)[:tokens].to(I32)
+        slots[tokens // 2 + 1:: 3] = -1
+        for threads in (1, 2, 3):
+            before = torch.randn(4, 2, 32, 48, generator=make).to(kv)
+            k, v, k64, v64 = before.clone(), before.clone(), before.double(), before.double()
+            reference = by_name("infc::rope_kv_write").reference
+            plain = reference(qkv, cos, sin, k, v, slots, 4, 2, interleaved, kv)
+            exact = reference(qkv.double(), cos.double(), sin.double(), k64, v64, slots, 4, 2, interleaved)
+            k_found, v_found = pack_k(before), pack_v(before)
+            given = {"qkv": qkv, "cos": cos, "sin": sin, "k_cache": k_found, "v_cache": v_found, "slots": slots}
+            (q,) = library.run(f"write-{kv}-{interleaved}", given, [tokens], threads)
+            judge(q.view(-1, 48), plain.view(-1, 48), exact.view(-1, 48))
+            judge(unpack_k(k_found), k, k64)
+            assert torch.equal(unpack_v(v_found), v)
+
+
+@pytest.mark.parametrize("kv", [F32, BF16], ids=str)
+def test_kv_write(library: Library, kv: torch.dtype) -> None:
+    make = torch.Generator().manual_seed(2)
+    k, v = torch.randn(20, 3, 32, generator=make), torch.randn(20, 3, 32, generator=make)
+    slots = torch.randperm(64, generator=make)[:20].to(I32)
+    slots[5] = -1
+    k_cache, v_cache = torch.zeros(2, 3, 32, 32, dtype=kv), torch.zeros(2, 3, 32, 32, dtype=kv)
+    found_k, found_v = pack_k(k_cache), pack_v(v_cache)
+    given = {"k": k, "v": v, "k_cache": found_k, "v_cache": found_v, "slots": slots}
+    assert library.run(f"plain-write-{kv}", given, [20], 3) == ()
+    by_name("infc::kv_write").reference(k, v, k_cache, v_cache, slots)
+    assert torch.equal(unpack_k(found_k), k_cache) and torch.equal(unpack_v(found_v), v_cache)

@@ -1,0 +1,197 @@
+"""A Hugging Face folder is captured as transformers runs it; an incomplete or damaged one becomes one clear line."""
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+from infc.compiler.errors import UserError  # noqa: E402
+from infc.compiler.frontends import capture, load  # noqa: E402
+from infc.compiler.frontends.huggingface import check_safetensors  # noqa: E402
+from infc.models.byte_tokenizer import CHAT_TEMPLATE, byte_tokenizer  # noqa: E402
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 300, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, tie_word_embeddings=True))
+    made = tmp_path / "checkpoint"
+    model.save_pretrained(made)
+    (made / "tokenizer.json").write_text(byte_tokenizer())
+    (made / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT_TEMPLATE, "bos_token": "<|im_start|>",
+                                                            "eos_token": {"content": "<|im_end|>"}}))
+    (made / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 0]}))
+    return made
+
+
+def line(folder: Path) -> str:
+    with pytest.raises(UserError) as caught:
+        load(folder)
+    assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def edit(folder: Path, name: str, **changes: Any) -> None:
+    path = folder / name
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | changes))
+
+
+def test_the_graph_is_transformers_model(folder: Path) -> None:
+    graph = capture(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for batch, length in ((1, 1), (2, 3), (3, 33)):
+        ids, positions = graph.sample_inputs(batch, length)        # type: ignore[misc]
+        with torch.no_grad():
+            expected = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        assert torch.equal(graph.run(ids, positions)[0], expected)
+    assert "model_embed_tokens_weight" in graph.weights and len(graph.weights) == 2 * 9 + 2 + 1
+    assert all("hf" not in origin.split(".") for node in graph.nodes for origin in node.meta["origin"])
+
+
+def test_meta(folder: Path) -> None:
+    _, meta = load(folder)
+    assert (meta["architecture"], meta["layers"], meta["q_heads"], meta["kv_heads"], meta["head_dim"]) == ("llama", 2, 6, 2, 8)
+    assert (meta["eos_token_ids"], meta["bos_token_id"], meta["add_bos"], meta["max_positions"]) == ([0, 2], 1, False, 64)
+    assert meta["special_tokens"] == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"} and meta["chat_template"] == CHAT_TEMPLATE
+    assert meta["name"] == "checkpoint" and str(folder.parent) not in json.dumps(meta)
+    (folder / "chat_template.jinja").write_text("{{ 1 }}")
+    assert load(folder)[1]["chat_template"] == "{{ 1 }}"
+
+
+def test_a_model_in_memory() -> None:
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    with pytest.raises(UserError, match="training mode"):
+        capture(model.train())
+    graph = capture(model.eval())
+    assert graph.meta["kv_heads"] == 2 and graph.meta["tokenizer_json"] is None
+
+
+@pytest.mark.parametrize("name", ["GPT2", "Qwen3", "Gemma2"])
+def test_other_architectures_capture_too(name: str) -> None:
+    sizes = dict(SIZES) | ({"n_positions": 64, "n_embd": 48, "n_layer": 2, "n_head": 6} if name == "GPT2" else {"head_dim": 8})
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    graph = capture(getattr(transformers, f"{name}{'LMHeadModel' if name == 'GPT2' else 'ForCausalLM'}")(config).eval())
+    assert graph.meta["layers"] == 2 and graph.meta["max_positions"] == 64 and sorted(graph.symbols.values()) == ["B", "S"]
+
+
+# -------------------------------------------------------------------------------------------------------------- bad folders
+
+def test_no_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    assert "has no config.json" in line(folder)
+
+
+def test_config_that_is_no_json(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+    assert "is no readable JSON" in line(folder)
+    (folder / "config.json").write_text("[]")
+    assert "an object is expected" in line(folder)
+
+
+def test_unknown_architecture(folder: Path) -> None:
+    edit(folder, "config.json", model_type="lama")
+    assert "model_type 'lama'" in (found := line(folder)) and "did you mean 'llama'?" in found
+
+
+def test_remote_code(folder: Path) -> None:
+    edit(folder, "config.json", auto_map={"AutoModelForCausalLM": "modeling.Mine"})
+    assert "runs no code from a checkpoint" in line(folder)
+
+
+def test_pickles_are_not_read(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    assert "pytorch_model.bin is a pickle" in line(folder)
+    (folder / "pytorch_model.bin").unlink()
+    assert "has no model.safetensors" in line(folder)
+
+
+def test_missing_and_foreign_shards(folder: Path) -> None:
+    index = folder / "model.safetensors.index.json"
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}))
+    assert "lacks 1 of 2 weight files, the first is model-00002-of-00002.safetensors" in line(folder)
+    index.write_text(json.dumps({"weight_map": {"a": "../secret.safetensors"}}))
+    assert "files outside the folder" in line(folder)
+
+
+def test_shards_are_put_together(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    names = sorted(weights)
+    parts = {"model-00001-of-00002.safetensors": names[:5], "model-00002-of-00002.safetensors": names[5:]}
+    for file, held in parts.items():
+        save_file({name: weights[name] for name in held}, folder / file, metadata={"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": {n: f for f, held in parts.items() for n in held}}))
+    whole = load(folder)[0].state_dict()
+    (folder / "model.safetensors.index.json").unlink()
+    assert all(torch.equal(whole[name], weight) for name, weight in load(folder)[0].state_dict().items())
+
+
+def test_every_truncation_of_the_weights(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    for size in (0, 4, 8, 60, 400, len(data) // 2, len(data) - 1):
+        path.write_bytes(data[:size])
+        assert "truncated" in line(folder), size
+
+
+def test_an_altered_header(tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+
+    def head(entry: dict[str, Any], body: bytes = bytes(16)) -> None:
+        text = json.dumps({"w": entry}).encode()
+        path.write_bytes(struct.pack("<Q", len(text)) + text + body)
+
+    head({"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]})
+    check_safetensors(path)
+    for entry in ({"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 16]}, {"dtype": "F32", "shape": [4]},
+                  {"dtype": "F32", "shape": [-4], "data_offsets": [16, 0]}, {"dtype": "F32", "shape": "4", "data_offsets": [0, 16]},
+                  {"dtype": "F32", "shape": [4], "data_offsets": [-16, 0]}, {"dtype": "F32", "shape": [4], "data_offsets": 7}):
+        head(entry)
+        with pytest.raises(UserError, match="altered"):
+            check_safetensors(path)
+
+
+def test_a_missing_weight_is_not_made_up(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert "lacks 1 weights, the first is model.layers.1.mlp.up_proj.weight" in line(folder)
+
+
+def test_a_weight_of_another_shape(folder: Path) -> None:
+    edit(folder, "config.json", intermediate_size=128)
+    assert "checkpoint" in line(folder)
+
+
+def test_weights_that_are_not_finite(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][3] = float("inf")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert "model.norm.weight holds values that are not finite" in line(folder)
+
+
+def test_a_broken_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+    assert "tokenizer.json cannot be read" in line(folder)
+
+
+def test_paths_and_names() -> None:
+    for spec, message in (("./nowhere", "does not exist"), ("nowhere.gguf", "does not exist"), ("smolm2", "did you mean 'smollm2'?")):
+        with pytest.raises(UserError, match=message.replace("?", r"\?")):
+            load(spec)
+
+
+def test_a_file_of_another_kind(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_bytes(b"x")
+    with pytest.raises(UserError, match=r"a \.gguf file, a Hugging Face folder"):
+        load(tmp_path / "model.bin")
