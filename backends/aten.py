@@ -53,7 +53,8 @@ def refuse(node: fx.Node, context: Context) -> str | None:
     if node.target._schema.is_mutable: return f"{node.target} writes its arguments"
     if torch.Tag.nondeterministic_seeded in node.target.tags: return f"{node.target} is random"
     values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
-    if not values or not all(isinstance(v, torch.Tensor) and v.dtype in NAMES for v in values): return f"{node.target} does not return tensors"
+    if not values or not all(isinstance(v, torch.Tensor) and v.dtype in NAMES for v in values):
+        return f"{node.target} returns something other than tensors of the dtypes a buffer has"
     try:
         lower(node, context)
     except ValueError as error:

@@ -224,7 +224,7 @@ def interval(e: Expr) -> tuple[int, int] | None:
 def _below(e: Expr, limit: Expr) -> bool:
     """True if 0 <= e < limit is certain. With run-time sizes: peel c*v off where v < size and limit == c*size."""
     known, top = interval(e), limit.constant
-    if known and top is not None: return 0 <= known[0] and known[1] < top
+    if known and top is not None: return known[0] >= 0 and known[1] < top
     for atoms, coef in e.terms:
         for a in atoms:
             if not isinstance(a, Var | Mod): continue

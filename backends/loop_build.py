@@ -6,7 +6,6 @@ Each operator's loop form is a handler: it sees its node at one index and asks f
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +16,7 @@ from torch import fx
 
 from ..compiler.ir import expression
 from .index import ONE, ZERO, Dim, Expr, Var, expr, product
-from .loops import DTYPES, EXPENSIVE, REDUCTIONS, Guard, Operand, Region, Stmt, dims_of
+from .loops import DTYPES, Guard, Operand, Region, Stmt, dims_of
 
 MAX_STATEMENTS = 256                  # longer bodies compile slowly and spill registers
 OPMATH = {"bf16": "f32"}              # PyTorch computes bf16 operators in fp32 and rounds each result
@@ -81,8 +80,7 @@ class Lowering:
         return size(arg.meta["val"] if isinstance(arg, fx.Node) else arg, self.symbols)
 
     def emit(self, op: str, *args: int, dtype: str, **attributes: Any) -> int:
-        element = any(self.body[a].element for a in args) and op not in ("sum", "prod") and not (
-            op in REDUCTIONS and len(args) == 1)
+        element = any(self.body[a].element for a in args) and not Stmt(op, args).reduces
         if self.col is not None:
             exprs = [attributes["offset"]] if attributes.get("offset") is not None else []
             exprs += [g.index for g in attributes.get("guards", ())]

@@ -79,7 +79,7 @@ def _var(c: Call) -> int:
 def _softmax(c: Call) -> int:
     """exp(x - max) / sum, or x - max - log(sum), in fp32 at least."""
     b, dtype = c.build, _accumulator(c.dtype)
-    source, axes, reduce, element = _rows(c)
+    source, _, reduce, element = _rows(c)
     m, x = Math(b, dtype), element(dtype)
     far = m.sub(x, reduce("max", x, dtype))
     total = reduce("sum", m.exp(far), dtype)

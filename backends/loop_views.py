@@ -187,8 +187,7 @@ def _pad(c: Call) -> int:
 
 @handles(aten.full.default, aten.full_like.default, aten.scalar_tensor.default, free=True)
 def _full(c: Call) -> int:
-    name = {aten.scalar_tensor.default: "s"}.get(c.node.target, "fill_value")
-    return c.operand(c.arg(name), c.dtype)
+    return c.operand(c.arg("s" if c.node.target == aten.scalar_tensor.default else "fill_value"), c.dtype)
 
 
 @handles(aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default, free=True)

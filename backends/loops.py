@@ -52,6 +52,11 @@ class Stmt:
     guards: tuple[Guard, ...] = ()
     value: str = ""                        # const: repr of a bool, int or float (text, so that nan equals nan)
 
+    @property
+    def reduces(self) -> bool:
+        """True for a reduction: "max" and "min" of two values are pointwise."""
+        return self.op in REDUCTIONS and len(self.args) == 1
+
     def __str__(self) -> str:
         args = ", ".join(f"v{a}" for a in self.args)
         when = "".join(f" if {g}" for g in self.guards)
@@ -84,7 +89,8 @@ class Region:
 
     @property
     def reductions(self) -> list[int]:
-        return [i for i, s in enumerate(self.body) if s.op in REDUCTIONS]
+        """Positions of its reductions."""
+        return [i for i, s in enumerate(self.body) if s.reduces]
 
 
 def text(region: Region) -> str:
@@ -173,8 +179,8 @@ def evaluate(region: Region, inputs: Sequence[Tensor], dims: Mapping[str, int] |
         elif s.op == "index": done.append(offset.to(TORCH[s.dtype]))
         elif s.op == "const": done.append(torch.tensor(parse(s.value), dtype=TORCH[s.dtype]).expand(shape))
         elif s.op == "cast": done.append(args[0].to(TORCH[s.dtype]))
-        elif s.element or len(args) != 1 or s.op not in REDUCTIONS: done.append(PRIMITIVES[s.op](*args))
-        else: done.append(_reduce(s, args[0].expand(sizes)))
+        elif s.reduces: done.append(_reduce(s, args[0].expand(sizes)))
+        else: done.append(PRIMITIVES[s.op](*args))
     return out
 
 
@@ -214,8 +220,7 @@ def cost(region: Region, dims: Mapping[str, int] | None = None) -> tuple[int, in
 
     rows = count(product(v.size for v in region.rows))
     points = rows * (count(region.col.size) if region.col else 1)
-    flops = sum(points if s.element or s.op in REDUCTIONS and len(s.args) == 1 else rows
-                for s in region.body if s.op not in _FREE)
+    flops = sum(points if s.element or s.reduces else rows for s in region.body if s.op not in _FREE)
     touched = sum(min(count(o.numel), _loads(region, i, rows, points)) * BYTES[o.dtype] for i, o in enumerate(region.inputs))
     written = sum(count(o.numel) * BYTES[o.dtype] for o in region.outputs)
     return flops, touched + written

@@ -7,6 +7,7 @@ and stored only when a step outside all regions needs them. A region never grows
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import networkx
@@ -151,10 +152,9 @@ def _flow(graph: Graph, free: set[fx.Node], symbols: Mapping[str, str]) -> _Flow
     light = {n for n in usable if n.target in FREE or n.target in SPLITS}
     stored: set[fx.Node] = set()
     for node in reversed(nodes):
-        if node.op in ("call_function", "output") and node not in usable and not _is_number(node):
-            stored.update(node.all_input_nodes)
-        elif node in stored and is_alias(node) and node.target is not operator.getitem:
-            stored.update(node.all_input_nodes)
+        opaque = node.op in ("call_function", "output") and node not in usable and not _is_number(node)
+        renames = node in stored and is_alias(node) and node.target is not operator.getitem
+        if opaque or renames: stored.update(node.all_input_nodes)
     kept = {n for n in light if n in stored and (not is_alias(n) or n.target is operator.getitem)}
     light -= kept
     heavy = [n for n in nodes if n in usable and n not in light]
@@ -162,7 +162,7 @@ def _flow(graph: Graph, free: set[fx.Node], symbols: Mapping[str, str]) -> _Flow
     for node in after:
         for source in _behind(node, light): after[source].add(node)
     for users in written.values():
-        for a, b in zip(users, users[1:], strict=False): after[a].add(b)
+        for a, b in pairwise(users): after[a].add(b)
     return _Flow(symbols, {n: i for i, n in enumerate(nodes)}, light, heavy, stored & set(heavy), after, refused)
 
 

@@ -6,14 +6,17 @@ Every answer is {"tokens": [...], "first_s": prompt to first token, "total_s": p
 greedily, go on after the end token, and get the same ids, so nobody's tokenizer or sampler is measured.
 """
 
+import ctypes
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 CONTEXT = 2048  # tokens every engine makes room for
 
 
@@ -175,6 +178,7 @@ ENGINES: dict[str, Callable[[str, int], Engine]] = {
 
 def main(engine: str, path: str, threads: str) -> None:
     """Answer requests until stdin ends. Engines may print what they like: it goes to stderr, answers have their own pipe."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a stopped engine would outlive an interrupted benchmark
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     os.environ["OMP_NUM_THREADS"] = threads

@@ -209,10 +209,11 @@ def cold(peer: Peer, path: Path, threads: int, ids: Sequence[int], log: Path) ->
     """Seconds from starting a process to its first token."""
     begin = time.perf_counter()
     worker = Worker(peer, path, threads, log)
-    worker.ask(ids[:COLD], 1)
-    seconds = time.perf_counter() - begin
-    worker.close()
-    return seconds
+    try:
+        worker.ask(ids[:COLD], 1)
+        return time.perf_counter() - begin
+    finally:
+        worker.close()
 
 
 def sample(worker: Worker, result: Result, ids: Sequence[int]) -> None:
@@ -249,17 +250,20 @@ def measure(results: Sequence[Result], ids: Sequence[int], cache: Path, threads:
     def running() -> list[Result]:
         return [r for r in results if not r.reason]
 
-    for result in running():
-        print(f"peers: starting {result.peer.name}", file=sys.stderr)
-        guarded(result, lambda r=result: start(r))
-    for round_ in range(rounds):
-        print(f"peers: round {round_ + 1} of {rounds}", file=sys.stderr)
-        order = running()
-        for result in order[round_ % len(order) :] + order[: round_ % len(order)] if order else ():
-            guarded(result, lambda r=result: sample(workers[r.peer.name], r, ids))
-    for worker in workers.values():
-        worker.close()
-    workers.clear()
+    try:
+        for result in running():
+            print(f"peers: starting {result.peer.name}", file=sys.stderr)
+            guarded(result, lambda r=result: start(r))
+        for round_ in range(rounds):
+            print(f"peers: round {round_ + 1} of {rounds}", file=sys.stderr)
+            order = running()
+            first = round_ % max(1, len(order))
+            for result in order[first:] + order[:first]:
+                guarded(result, lambda r=result: sample(workers[r.peer.name], r, ids))
+    finally:
+        for worker in workers.values():
+            worker.close()
+        workers.clear()
     for round_ in range(rounds):
         print(f"peers: fresh processes, round {round_ + 1} of {rounds}", file=sys.stderr)
         for result in running():

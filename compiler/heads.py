@@ -1,5 +1,5 @@
 """Which heads a tensor's expansion repeats: the expansion is run on numbered data and compared with repeat_interleave."""
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -28,7 +28,7 @@ def unexpanded(node: fx.Node) -> tuple[fx.Node, bool] | None:
     best: tuple[int, fx.Node, bool] | None = None
     current = node
     while isinstance(heads, int) and current.op == "call_function" and current.target in MOVES:
-        current = current.args[0]  # type: ignore[assignment]
+        current = cast(fx.Node, current.args[0])
         for transposed in (False, True):
             few = _heads(node.meta["val"], current.meta["val"], transposed)
             if few and heads % few == 0 and few < (best[0] if best else heads) and _repeats(node, current, heads // few, transposed):

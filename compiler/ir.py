@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import sympy
 import torch
@@ -84,21 +84,13 @@ class Graph:
 
     def add_weight(self, name: str, tensor: Tensor, before: fx.Node | None = None) -> fx.Node:
         """A new weight placeholder after the other weights (or before the placeholder `before`); its name is made unique."""
-        taken = self.placeholders
-        unique, number = name, 1
-        while unique in taken:
-            unique, number = f"{name}_{number}", number + 1
         if before is None or before.op != "placeholder":
             before = next(node for node in self.nodes if node.op != "placeholder" or node.target not in self.weights)
         with self.module.graph.inserting_before(before):
-            node = self.module.graph.placeholder(unique)
-        if node.name != unique:                                  # a computed node holds the name: give it up to the weight
-            holder = next((n for n in self.nodes if n.name == unique), None)
-            if holder is not None:
-                holder._rename(f"{unique}_value")
-            node._rename(unique)
+            node = self.module.graph.placeholder(name)
+        node.target = node.name                                      # fx numbers a name that was ever used
         node.meta |= {"val": fake_mode(self).from_tensor(tensor.detach(), static_shapes=True), "origin": [], "line": "", "passes": []}
-        self.weights[unique] = tensor.detach()
+        self.weights[node.name] = tensor.detach()
         return node
 
     def drop_weight(self, node: fx.Node) -> None:
@@ -299,7 +291,7 @@ def _argument(arg: Any, names: Mapping[fx.Node, str]) -> str:
 def node_text(node: fx.Node, graph: Graph, names: Mapping[fx.Node, str]) -> str:
     """One line of the text form."""
     if node.op == "output":
-        return f"return {', '.join(_argument(a, names) for a in node.args[0])}"  # type: ignore[union-attr]
+        return f"return {', '.join(_argument(a, names) for a in cast(tuple, node.args[0]))}"
     if node.op == "placeholder":
         name = str(node.target)
         body = "weight" if name in graph.weights else "kv" if name in graph.kv else "input"
@@ -327,12 +319,12 @@ _HASHES: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 def tensor_hash(tensor: Tensor) -> str:
     """sha256 of dtype, shape and contents; remembered until the tensor is written to."""
-    version, digest = _HASHES.get(tensor, (None, ""))
+    version, digest = cast(tuple[int | None, str], _HASHES.get(tensor, (None, "")))
     if version != tensor._version:
         head = f"{DTYPE_NAMES.get(tensor.dtype, tensor.dtype)}{list(tensor.shape)}".encode()
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
         hasher = hashlib.sha256(head)
-        hasher.update(data)
+        if tensor.numel():
+            hasher.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         digest = hasher.hexdigest()
         _HASHES[tensor] = (tensor._version, digest)
     return digest
@@ -416,6 +408,9 @@ def verify(graph: Graph, dialect: str | None = None) -> None:
         if reason:
             raise CheckFailed(f"{where(node)}: {reason}")
         seen.add(node)
+    if len({node.name for node in seen}) != len(seen):
+        names = [node.name for node in seen]
+        raise CheckFailed(f"two nodes are called %{next(n for n in names if names.count(n) > 1)}")
     _verify_placeholders(graph)
 
 
@@ -440,7 +435,8 @@ def _fault(node: fx.Node, graph: Graph, dialect: str, seen: set[fx.Node]) -> str
 def _target_fault(node: fx.Node, dialect: str) -> str | None:
     name = target_name(node.target)
     if node.target is operator.getitem:
-        return None if isinstance(node.args[0], fx.Node) and isinstance(node.args[0].meta["val"], tuple | list) else "indexes a single value"
+        several = isinstance(node.args[0], fx.Node) and isinstance(node.args[0].meta["val"], tuple | list)
+        return None if several else "indexes a single value"
     if isinstance(node.target, OpOverload):
         if node.target.namespace not in NAMESPACES:
             return f"calls {name}: only {' and '.join(NAMESPACES)} operators are allowed"

@@ -7,7 +7,9 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from .ir import Graph, expression
+from .ir import Graph, arguments, expression
+from .probe import symbols_of
+from .rewrite import emit
 
 aten = torch.ops.aten
 
@@ -34,24 +36,18 @@ class Layout:
     """Runs chains of views of one graph at fixed small sizes."""
 
     graph: Graph
-    shift: int = 0
-    """Another number, other sizes."""
     _sizes: dict[sympy.Symbol, int] = field(default_factory=dict)
 
     def size(self, size: Any) -> int:
         """The concrete stand-in of a size."""
-        if isinstance(size, int):
-            return size
-        expr = expression(size)
-        for symbol in sorted(expr.free_symbols, key=str):
-            if symbol not in self._sizes:
-                self._sizes[symbol] = SIZES[(len(self._sizes) + self.shift) % len(SIZES)]
-        return int(expr.xreplace(self._sizes))
+        for symbol in sorted(symbols_of(size) - self._sizes.keys(), key=str):
+            self._sizes[symbol] = SIZES[len(self._sizes) % len(SIZES)]
+        return int(expression(size).xreplace(self._sizes))
 
     def numbered(self, node: fx.Node) -> Tensor:
         """1, 2, 3, ... in the shape of a node's value: from 1, so that a sign shows."""
-        shape = [self.size(s) for s in node.meta["val"].shape]
-        return torch.arange(1, 1 + torch.Size(shape).numel()).reshape(shape)
+        shape = torch.Size(self.size(s) for s in node.meta["val"].shape)
+        return torch.arange(1, 1 + shape.numel()).reshape(shape)
 
     def run(self, node: fx.Node, given: dict[fx.Node, Tensor]) -> Any:
         """The value of `node` where `given` are known. Raises NotMoves when it is not made of them by MOVES alone."""
@@ -87,3 +83,53 @@ def sources(node: fx.Node) -> list[fx.Node]:
         node = node.all_input_nodes[0]
         found.append(node)
     return found
+
+
+def stray_reader(source: fx.Node, ends: set[fx.Node]) -> fx.Node | None:
+    """Something other than `ends` that reads a value or a part of it."""
+    stack, seen = [source], {source}
+    while stack:
+        for user in stack.pop().users:
+            if user in ends or user in seen: continue
+            if user.op != "call_function" or user.target not in MOVES: return user
+            seen.add(user)
+            stack.append(user)
+    return None
+
+
+def column_order(numbers: Tensor, found: Tensor) -> Tensor | None:
+    """The permutation with found == numbers[:, order], both [rows, columns]; None when there is none."""
+    if found.shape != numbers.shape:
+        return None
+    order = (found[0] - numbers[0, 0]) % numbers.shape[1]
+    is_order = torch.equal(order.sort().values, torch.arange(len(order))) and torch.equal(numbers[:, order], found)
+    return order if is_order else None
+
+
+def cannot_reorder(graph: Graph, linear: fx.Node) -> str | None:
+    """Why the output columns of a product cannot be put in another order for good; None when they can."""
+    if linear.target not in (aten.linear.default, torch.ops.infc.linear.default):
+        return f"%{linear.name} is no product with a weight"
+    _, w, bias, *more = arguments(linear)
+    if any(more):
+        return f"%{linear.name} adds a residual"
+    for node in (w, bias):
+        if node is not None and (graph.weight(node) is None or len(node.users) > 1):
+            return f"%{node.name} is " + ("computed" if graph.weight(node) is None else "shared")
+    return None
+
+
+def reorder_columns(graph: Graph, linear: fx.Node, order: Tensor) -> fx.Node:
+    """The product with its output columns in another order: the rows of its weight and bias move, once and for all.
+
+    The old product stays, for whoever still reads it.
+    """
+    x, w, bias = arguments(linear)[:3]
+    rows = [graph.add_weight(n.name, graph.weights[str(n.target)][order], before=n) for n in (w, bias) if n is not None]
+    return emit(graph, linear.target, (x, *rows), like=linear)  # type: ignore[arg-type]
+
+
+def drop_weights(graph: Graph, weights: list[fx.Node]) -> None:
+    """Let go of those weights that nobody reads any more."""
+    for node in weights:
+        if not node.users: graph.drop_weight(node)

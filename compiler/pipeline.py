@@ -79,7 +79,8 @@ def run_pipeline(graph: Graph, passes: Sequence[AnyPass], *, allow: Contract | s
     was before that pass) when a pass breaks the graph or its contract.
     """
     _admit(passes, contract_named(allow) if isinstance(allow, str) else allow)
-    check = {0: "off", 1: "off", 2: "strict"}[level] if (level := debug.check()) is not None else check  # type: ignore
+    asked = debug.check()
+    check = check if asked is None else "strict" if asked == 2 else "off"
     folder = Path(dump) if dump else debug.dump()
     judge = _Judge(graph, check)
     report, left = PipelineReport(), debug.stop()
@@ -141,7 +142,7 @@ class _Judge:
     """Checks contracts against the captured graph; a pass with a check of its own sets a new point of reference."""
 
     def __init__(self, graph: Graph, level: CheckLevel):
-        self.level = level
+        self.level: CheckLevel = level
         self.reference: Reference | None = None
         self.captured: Graph | None = graph.copy() if level != "off" else None
 
@@ -161,7 +162,7 @@ class _Judge:
         return check_exact(self.reference, before, after)
 
 
-def _samples(graph: Graph, level: CheckLevel) -> list[Any]:
+def _samples(graph: Graph, level: str) -> list[Any]:
     if graph.sample_inputs is None:
         raise CheckFailed("the graph has no sample inputs to judge passes on: set Graph.sample_inputs, or check=\"off\"")
     samples = list(graph.sample_inputs())

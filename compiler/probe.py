@@ -1,4 +1,6 @@
 """Evaluate a part of a graph at concrete sizes: what a subgraph *is* is read off its values, not off its spelling."""
+from typing import Any
+
 import sympy
 import torch
 from torch import SymBool, SymFloat, SymInt, Tensor, fx
@@ -23,7 +25,7 @@ class Unknown(Exception):
 def concrete(value: object, sizes: Sizes) -> int | float | bool:
     """A size (or a number computed from sizes) at these sizes. Unknown when a symbol is missing."""
     if not isinstance(value, SymInt | SymFloat | SymBool): return value  # type: ignore[return-value]
-    found = expression(value).subs(sizes)
+    found = expression(value).xreplace(sizes)
     if found.free_symbols: raise Unknown(f"the size {found} is not known")
     if isinstance(value, SymBool): return bool(found)
     return int(found) if isinstance(value, SymInt) else float(found)
@@ -63,9 +65,9 @@ def evaluate(node: fx.Node, sizes: Sizes, given: dict[fx.Node, Tensor]) -> Tenso
     """The value of `node` at these sizes from the values in `given`. Unknown when it needs another placeholder."""
     order = sources(node, set(given))
     last: dict[fx.Node, fx.Node] = {used: user for user in order for used in user.all_input_nodes}
-    env: dict[fx.Node, object] = dict(given)
+    env: dict[fx.Node, Any] = dict(given)
 
-    def value(used: fx.Node) -> object:
+    def value(used: fx.Node) -> Any:
         if used in env: return env[used]
         val = used.meta["val"]
         if isinstance(val, Tensor): return torch.empty(shape_of(val, sizes), dtype=val.dtype)    # only its shape is read

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._ops import OpOverload
+from torch.fx.proxy import GraphAppendingTracer
 
 from .ir import Graph, arguments, fake_mode, fake_propagate, impure, infer, same_type, target_name, type_text, where
 
@@ -61,6 +62,7 @@ class Report:
     """The compile's options, for passes that take any (read only)."""
     budget: int | None = None
     """Rewrites this pass may still apply (INFC_STOP); None for no limit."""
+    _matched: dict[str, list[fx.Node]] = field(default_factory=dict, repr=False)
 
     def refuse(self, node: fx.Node, reason: str) -> None:
         """Note that the pass declined at this node, and why."""
@@ -210,7 +212,7 @@ class _Matcher:
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, fx.Node) or isinstance(b, fx.Node):
         return a is b
-    return type(a) is type(b) and a == b or _is_number(a) and _is_number(b) and a == b
+    return a == b and (type(a) is type(b) or (_is_number(a) and _is_number(b)))
 
 
 def _is_number(a: Any) -> bool:
@@ -270,6 +272,7 @@ class Rule:
                     report.fired -= 1
             if reason is not None:
                 report.refuse(node, reason)
+                report._matched[where(node)] = [v for p, v in bound.items() if p.op == "call_function"]
         return report.fired - before
 
     def _note_miss(self, node: fx.Node, report: Report) -> None:
@@ -299,15 +302,13 @@ class Rule:
         place = _place(bound, self._matcher)
         assert place is not None                                      # _objection asked already
         outputs = [bound[p] for p in self._matcher.outputs]
-        tracer = fx.proxy.GraphAppendingTracer(graph.module.graph)
+        tracer = GraphAppendingTracer(graph.module.graph)
         given = [bound.get(p) for p in self._matcher.params]
         last = place.prev
         with graph.module.graph.inserting_before(place):
             result = self.replacement(*(fx.Proxy(v, tracer) if isinstance(v, fx.Node) else v for v in given))
-            if len(outputs) == 1:
-                results = [result]
-            else:                                                     # one operator with several results, or a tuple
-                results = [result[i] for i in range(len(outputs))]
+            # several: from a tuple, or from one operator with several results
+            results = [result] if len(outputs) == 1 else [result[i] for i in range(len(outputs))]
         new_outputs = [r.node if isinstance(r, fx.Proxy) else r for r in results]
         new = _between(last, place)
         mode = fake_mode(graph)
@@ -342,9 +343,13 @@ class RuleSet:
     check: Check | None = None
 
     def apply(self, graph: Graph, report: Report | None = None) -> int:
-        """Each rule in turn; returns how often they fired together."""
+        """Each rule in turn; returns how often they fired together. A site one rule refused and another took is no refusal."""
         report = report or Report(self.name)
-        return sum(rule.apply(graph, report) for rule in self.rules)
+        count = sum(rule.apply(graph, report) for rule in self.rules)
+        for site, nodes in report._matched.items():
+            if any(node._erased for node in nodes):
+                report.refused.pop(site, None)
+        return count
 
 
 AnyPass = Pass | Rule | RuleSet

@@ -4,6 +4,7 @@ Each captured value is stated again with its batch dim gone and its token dim fi
 works on tokens one by one works on any mix of them; an operator that does not is refused by name. Transposes between
 [B,S,H,D] and [B,H,S,D] vanish on the way: both are [T,H,D].
 """
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -94,9 +95,7 @@ class Tokens:
         elif node.target in self.graph.inputs: node.meta["val"] = self.fake((self.T,), torch.int32)
 
     def _call(self, node: fx.Node) -> None:
-        rule = self.rules.get(node.target) or self._rule(node)
-        new = rule(self, node) if node.target in self.rules else rule(node)
-        self.now[node] = new
+        new = self.now[node] = self.rules[node.target](self, node) if node.target in self.rules else self._rule(node)(node)
         expected, found = self.captured[node], new.meta["val"]
         if isinstance(expected, Tensor) and not self._is(found, self.step_shape(expected)):
             shape = [str(s) for s in self.step_shape(expected)]
@@ -105,7 +104,7 @@ class Tokens:
     def _rule(self, node: fx.Node) -> Callable[[fx.Node], fx.Node]:
         target = node.target
         if not any(self._moving(n) for n in (node, *node.all_input_nodes)): return self._same
-        if target in COPIES: return lambda n: self.now[n.args[0]]
+        if target in COPIES: return lambda n: self.now[n.all_input_nodes[0]]
         if target in VIEWS: return self._view
         if target in (aten.transpose.int, aten.permute.default): return self._permute
         if target is aten.expand.default: return self._expand
@@ -114,9 +113,9 @@ class Tokens:
         if target in ROW_WISE: return self._rows
         if target in BY_AXIS: return self._axis
         if target is infc.rope.default: return self._rope
-        if getattr(target, "__name__", "") == "getitem": return self._same
+        if target is operator.getitem: return self._same
         if target is aten.index.Tensor: return self._lookup
-        if target in CASTS or isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags: return self._pointwise
+        if target in CASTS or (isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags): return self._pointwise
         raise Refused(f"{where(node)}: {target_name(target)} is not known to work token by token")
 
     # --------------------------------------------------------------------------------------------------------- layouts
@@ -161,7 +160,8 @@ class Tokens:
 
     @staticmethod
     def _is(found: Any, shape: list[Any]) -> bool:
-        return isinstance(found, Tensor) and found.dim() == len(shape) and all(same_size(a, b) for a, b in zip(found.shape, shape, strict=True))
+        if not isinstance(found, Tensor) or found.dim() != len(shape): return False
+        return all(same_size(a, b) for a, b in zip(found.shape, shape, strict=True))
 
     # ----------------------------------------------------------------------------------------------------------- rules
 
@@ -192,14 +192,14 @@ class Tokens:
 
     def _check_view(self, node: fx.Node, old: Tensor, new: Tensor) -> None:
         """Run on numbered elements of one sequence, the view must leave each token's elements in their order."""
-        sizes = {s: 3 for s in self.length.free_symbols} | {s: 1 for s in self.batch.free_symbols}
+        sizes = dict.fromkeys(self.length.free_symbols, 3) | dict.fromkeys(self.batch.free_symbols, 1)
         numbers = torch.arange(torch.Size(self._at(old.shape, sizes)).numel()).reshape(self._at(old.shape, sizes))
         if not torch.equal(self._front(numbers, old).flatten(), self._front(numbers.reshape(self._at(new.shape, sizes)), new).flatten()):
             raise Refused(f"{where(node)}: it mixes the elements of different tokens")
 
     @staticmethod
     def _at(shape: Sequence[Any], sizes: dict[Any, int]) -> list[int]:
-        return [int(expression(s).xreplace(sizes)) for s in shape]
+        return [int(sympy.Integer(expression(s).xreplace(sizes))) for s in shape]
 
     def _front(self, numbers: Tensor, val: Tensor) -> Tensor:
         token, batch = self.token_dim(val), self.batch_dim(val)
@@ -222,9 +222,9 @@ class Tokens:
 
     def _expand(self, node: fx.Node) -> fx.Node:
         source, val = node.args[0], self.captured[node]
-        aligned = self.aligned(source, val, node)                  # type: ignore[arg-type]
-        shape = self.step_shape(val)
-        return aligned if self._is(aligned.meta["val"], shape) else emit(self.graph, aten.expand.default, (aligned, [-1, *shape[1:]]), like=node)
+        aligned, shape = self.aligned(source, val, node), self.step_shape(val)    # type: ignore[arg-type]
+        if self._is(aligned.meta["val"], shape): return aligned
+        return emit(self.graph, aten.expand.default, (aligned, [-1, *shape[1:]]), like=node)
 
     def _count(self, node: fx.Node) -> fx.Node:
         """arange(S) counts positions, which start at 0 by the contract of capture."""
@@ -283,9 +283,15 @@ class Tokens:
         return self._again(node, (self.now[q], self.now[k], *turned, style))    # type: ignore[index]
 
     def _lookup(self, node: fx.Node) -> fx.Node:
-        table, indices = node.args
-        if self._moving(table) or len(indices) != 1: raise Refused(f"{where(node)}: an index into %{table} is not one row per token")    # type: ignore
-        return self._again(node, (self.now[table], [self.now[indices[0]]]))    # type: ignore[index]
+        """Rows of a fixed table by a value of each token, or the same entries of every token's value."""
+        table: Any = node.args[0]
+        indices: Any = node.args[1]
+        used = [axis for axis, index in enumerate(indices) if index is not None]
+        if not self._moving(table) and indices == [indices[0]]: return self._again(node, (self.now[table], [self.now[indices[0]]]))
+        if len(used) != 1 or self._moving(indices[used[0]]):
+            raise Refused(f"{where(node)}: its indices into %{table.name} are not one row per token")
+        axis = self._axis_now(node, self.captured[table], used[0])
+        return self._again(node, (self.now[table], [*[None] * axis, self.now[indices[used[0]]]]))
 
     def _pointwise(self, node: fx.Node) -> fx.Node:
         val = self.captured[node]
@@ -294,7 +300,10 @@ class Tokens:
         return self._again(node, args, fx.map_arg(node.kwargs, self._stand_in))
 
     def aligned(self, node: fx.Node, out: Tensor, user: fx.Node) -> fx.Node:
-        """An operand as it broadcasts against `out` once tokens come first: dims of 1 in the batch's and tokens' place go, missing ones come."""
+        """An operand as it broadcasts against `out` once tokens come first.
+
+        Its dims of 1 in the place of batch and tokens go; a dim it lacks between tokens and the rest comes in as 1.
+        """
         now, val = self._stand_in(node), self.captured[node]
         if not isinstance(val, Tensor) or val.dim() == 0: return now
         shift = out.dim() - val.dim()

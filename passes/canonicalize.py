@@ -8,28 +8,34 @@ Randomness that is on (dropout in training, batch statistics) is an error: the g
 """
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from torch import SymInt, Tensor, fx
 from torch._ops import OpOverload
 
 from ..compiler.errors import UserError
-from ..compiler.ir import Graph, argument, arguments, random, same_type, target_name, where
+from ..compiler.ir import Graph, argument, arguments, drop_dead_nodes, random, same_type, target_name, where
 from ..compiler.ops import aten
 from ..compiler.rewrite import EXACT, Pass, Report, Rule, emit
 
 Handler = Callable[[Graph, fx.Node], fx.Node | None]
 """Returns what stands for the node from now on, or None to leave it."""
 
-_HANDLERS: dict[OpOverload, Handler] = {}
+_HANDLERS: dict[Any, Handler] = {}
 
 
-def _for(*targets: OpOverload) -> Callable[[Handler], Handler]:
+def _for(*targets: Any) -> Callable[[Handler], Handler]:
     def register(handler: Handler) -> Handler:
         _HANDLERS.update(dict.fromkeys(targets, handler))
         return handler
 
     return register
+
+
+def _first(node: fx.Node) -> fx.Node:
+    x = node.args[0]
+    assert isinstance(x, fx.Node), node
+    return x
 
 
 def run(graph: Graph, report: Report) -> int:
@@ -41,9 +47,11 @@ def run(graph: Graph, report: Report) -> int:
         if random(node):
             raise UserError(f"{where(node)}: {target_name(node.target)} is random (training mode, or dropout > 0): "
                             "call model.eval() before the model is captured")
-        done = _erase_assertion(graph, node, report) or _respell(graph, node, report)
-        count += done
-    return count + sum(rule.apply(graph, report) for rule in RULES)
+        count += _erase_assertion(graph, node, report) or _respell(graph, node, report)
+    count += sum(rule.apply(graph, report) for rule in RULES)
+    if count:
+        drop_dead_nodes(graph)                             # the sqrt under an rsqrt: a dead user would hold up later rules
+    return count
 
 
 def _erase_assertion(graph: Graph, node: fx.Node, report: Report) -> bool:
@@ -54,7 +62,7 @@ def _erase_assertion(graph: Graph, node: fx.Node, report: Report) -> bool:
 
 
 def _respell(graph: Graph, node: fx.Node, report: Report) -> bool:
-    handler = _HANDLERS.get(node.target)  # type: ignore[arg-type]
+    handler = _HANDLERS.get(node.target)
     if handler is None:
         return False
     last = node.prev
@@ -86,21 +94,20 @@ ASSERTIONS = ("aten._assert", "aten.sym_constrain", "aten._functional_assert")
 
 @_for(aten.clone.default, aten.contiguous.default, aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
 def _copy(graph: Graph, node: fx.Node) -> fx.Node | None:
-    x = node.args[0]
-    assert isinstance(x, fx.Node)
+    x = _first(node)
     return None if x.op == "placeholder" and x.target in graph.kv else x      # a cache is written to: its copy is not it
 
 
 @_for(aten.slice.Tensor, aten.expand.default, aten.permute.default, aten.transpose.int, aten.squeeze.dim, aten.squeeze.dims)
 def _still(graph: Graph, node: fx.Node) -> fx.Node | None:
-    x = node.args[0]
-    assert isinstance(x, fx.Node)
+    x = _first(node)
     if node.target is aten.permute.default:
-        dims = [d % len(node.args[1]) for d in node.args[1]]  # type: ignore
+        dims = [d % len(arguments(node)[1]) for d in arguments(node)[1]]
         return x if dims == sorted(dims) else None
     if node.target is aten.transpose.int:
         rank = x.meta["val"].dim()
-        return x if node.args[1] % rank == node.args[2] % rank else None  # type: ignore[operator]
+        _, a, b = arguments(node)
+        return x if a % rank == b % rank else None
     if node.target is aten.slice.Tensor and (argument(node, "step") != 1 or argument(node, "start") not in (None, 0)):
         return None
     return x                                               # same shape (checked by the caller): nothing was cut or repeated
@@ -108,7 +115,7 @@ def _still(graph: Graph, node: fx.Node) -> fx.Node | None:
 
 @_for(aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default)
 def _dropout(graph: Graph, node: fx.Node) -> fx.Node | None:
-    return node.args[0]  # type: ignore[return-value]      # live dropout was refused before
+    return _first(node)                                    # live dropout was refused before
 
 
 @_for(aten.add.Tensor, aten.sub.Tensor)
@@ -148,23 +155,21 @@ def _cat(graph: Graph, node: fx.Node) -> fx.Node | None:
 @_for(aten._to_copy.default, aten.to.dtype, aten.to.dtype_layout)
 def _cast(graph: Graph, node: fx.Node) -> fx.Node | None:
     dtype = argument(node, "dtype")
-    x = node.args[0]
-    assert isinstance(x, fx.Node)
+    x = _first(node)
     return _cast_to(graph, node, x, dtype or x.meta["val"].dtype)
 
 
 @_for(aten.type_as.default)
 def _type_as(graph: Graph, node: fx.Node) -> fx.Node | None:
-    x, other = node.args
-    return _cast_to(graph, node, x, other.meta["val"].dtype)  # type: ignore
+    x, other = arguments(node)
+    return _cast_to(graph, node, x, other.meta["val"].dtype)
 
 
 def _cast_to(graph: Graph, node: fx.Node, x: fx.Node, dtype: Any) -> fx.Node | None:
     if x.meta["val"].dtype == dtype:
         return x
     if x.target is aten._to_copy.default:                  # narrow -> wide -> narrow gives back every bit
-        source = x.args[0]
-        assert isinstance(source, fx.Node)
+        source = _first(x)
         start, middle = source.meta["val"].dtype, x.meta["val"].dtype
         if start == dtype and start.is_floating_point and middle.is_floating_point and start.itemsize < middle.itemsize:
             return source
@@ -177,22 +182,20 @@ def _cast_to(graph: Graph, node: fx.Node, x: fx.Node, dtype: Any) -> fx.Node | N
 
 @_for(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 def _view(graph: Graph, node: fx.Node) -> fx.Node | None:
-    x, shape = node.args
-    assert isinstance(x, fx.Node)
+    x, shape = arguments(node)
     if same_type(x.meta["val"], node.meta["val"]):
         return x
     source = x.args[0] if x.target is aten.reshape.default else x             # only the last shape counts
     known = [size if given == -1 and isinstance(size, int) else given
-             for given, size in zip(shape, node.meta["val"].shape, strict=True)]  # type: ignore[arg-type]
-    if node.target is aten.reshape.default and source is x and known == list(shape):  # type: ignore[arg-type]
+             for given, size in zip(shape, node.meta["val"].shape, strict=True)]
+    if node.target is aten.reshape.default and source is x and known == list(shape):
         return None
     return emit(graph, aten.reshape.default, (source, known), like=node)
 
 
 @_for(aten.t.default)
 def _t(graph: Graph, node: fx.Node) -> fx.Node | None:
-    x = node.args[0]
-    assert isinstance(x, fx.Node)
+    x = _first(node)
     return x if x.meta["val"].dim() < 2 else emit(graph, aten.transpose.int, (x, 0, 1), like=node)
 
 
@@ -212,8 +215,7 @@ def _size(graph: Graph, node: fx.Node) -> fx.Node | None:
 
 @_for(aten.pow.Tensor_Scalar, aten.square.default)
 def _power(graph: Graph, node: fx.Node) -> fx.Node | None:
-    x = node.args[0]
-    assert isinstance(x, fx.Node)
+    x = _first(node)
     exponent = 2 if node.target is aten.square.default else node.args[1]
     if exponent == 1:
         return x
@@ -228,7 +230,7 @@ def _power(graph: Graph, node: fx.Node) -> fx.Node | None:
 
 @_for(aten.reciprocal.default)
 def _reciprocal_of(graph: Graph, node: fx.Node) -> fx.Node | None:
-    return _reciprocal(graph, node, node.args[0])  # type: ignore[arg-type]
+    return _reciprocal(graph, node, _first(node))
 
 
 def _reciprocal(graph: Graph, node: fx.Node, of: fx.Node) -> fx.Node | None:
@@ -249,7 +251,7 @@ def _last_axis(graph: Graph, node: fx.Node, dim: Any, args: Callable[[int], tupl
     rank = node.meta["val"].dim()
     if not isinstance(dim, int) or dim != rank - 1:
         return None
-    return emit(graph, node.target, args(-1), like=node)  # type: ignore[arg-type]
+    return emit(graph, cast(OpOverload, node.target), args(-1), like=node)
 
 
 @_for(aten.softmax.int, aten._softmax.default)
@@ -269,8 +271,7 @@ def _softmax(graph: Graph, node: fx.Node) -> fx.Node | None:
 
 @_for(aten.mean.dim, aten.sum.dim_IntList, aten.amax.default, aten.var.correction, aten.var.dim)
 def _reduce(graph: Graph, node: fx.Node) -> fx.Node | None:
-    x = node.args[0]
-    assert isinstance(x, fx.Node)
+    x = _first(node)
     dims = argument(node, "dim")
     rank = x.meta["val"].dim()
     wanted = [-1] if dims == [rank - 1] else dims
@@ -282,19 +283,18 @@ def _reduce(graph: Graph, node: fx.Node) -> fx.Node | None:
         if node.target is aten.var.correction and node.args == (x, wanted) and dict(node.kwargs) == kwargs:
             return None
         return emit(graph, aten.var.correction, (x, wanted), kwargs, like=node)
-    return None if wanted == dims else emit(graph, node.target, (x, wanted, *node.args[2:]), dict(node.kwargs), like=node)
+    return None if wanted == dims else emit(graph, cast(OpOverload, node.target), (x, wanted, *node.args[2:]), dict(node.kwargs), like=node)
 
 
-@_for(operator.getitem)  # type: ignore[arg-type]
+@_for(operator.getitem)
 def _first_of(graph: Graph, node: fx.Node) -> fx.Node | None:
     """native_layer_norm and native_dropout give statistics too: with the first result alone they are the plain operator."""
-    source, index = node.args
-    assert isinstance(source, fx.Node)
+    source, index = arguments(node)
     if index != 0 or len(source.users) != 1:
         return None
     if source.target is aten.native_layer_norm.default:
         return emit(graph, aten.layer_norm.default, source.args, like=node)
-    return source.args[0] if source.target is aten.native_dropout.default else None  # type: ignore[return-value]
+    return _first(source) if source.target is aten.native_dropout.default else None
 
 
 # ---------------------------------------------------------------------------------------------------------------- products
@@ -308,7 +308,7 @@ def _product(graph: Graph, node: fx.Node) -> fx.Node | None:
         if beta != 1 or alpha != 1 or bias.meta["val"].dim() != 1:
             return None
     else:
-        x, w = node.args
+        x, w = arguments(node)
     source = w.args[0] if w.target is aten.transpose.int else w
     if graph.weight(source) is None or w.meta["val"].dim() != 2 or x.meta["val"].dim() < 2:
         return None

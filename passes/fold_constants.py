@@ -1,4 +1,6 @@
 """Fold constants: what depends on weights alone is computed now and stored as a weight."""
+from typing import Any
+
 import torch
 from torch import Tensor, fx
 
@@ -85,7 +87,7 @@ def _fold(graph: Graph, node: fx.Node, cone: list[fx.Node]) -> None:
 
 
 def _evaluate(graph: Graph, cone: list[fx.Node], *, lifted: bool) -> Tensor:
-    env: dict[fx.Node, object] = {}
+    env: dict[fx.Node, Any] = {}
     with torch.no_grad():
         for node in cone:
             if node.op == "placeholder":
@@ -95,9 +97,7 @@ def _evaluate(graph: Graph, cone: list[fx.Node], *, lifted: bool) -> Tensor:
                 continue
             args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
             env[node] = lifted_call(node, args, kwargs) if lifted else node.target(*args, **kwargs)  # type: ignore
-    value = env[cone[-1]]
-    assert isinstance(value, Tensor)
-    return value
+    return env[cone[-1]]
 
 
 PASS = Pass("fold_constants", run, EXACT)

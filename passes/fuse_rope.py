@@ -4,13 +4,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx
 
+from ..compiler import probe
 from ..compiler.columns import Columns
 from ..compiler.ir import Graph, drop_dead_nodes, same_type
 from ..compiler.layout import MOVES, Layout, NotMoves, sources
 from ..compiler.ops import aten, infc
+from ..compiler.probe import Unknown, evaluate, shape_of, symbols_of
 from ..compiler.rewrite import EXACT, Pass, Report, arguments, emit
 
 SCORES = {aten.scaled_dot_product_attention.default, infc.attention.default, aten.matmul.default, aten.bmm.default}
@@ -204,41 +207,29 @@ class Angles:
     def _repeat(self, node: fx.Node, interleaved: bool) -> bool:
         for limit in POSITIONS:
             try:
-                values = [_value(self.graph, node, limit, shift) for shift in (0, 1)]
-            except (IndexError, RuntimeError):              # a table shorter than the positions tried
+                values = [_value(self.graph, node, limit, smallest) for smallest in (2, 3)]
+            except Unknown:                                 # a table shorter than the positions tried
                 continue
             pairs = [(v[..., 0::2], v[..., 1::2]) if interleaved else v.chunk(2, -1) for v in values]
             return all(torch.equal(a, b) for a, b in pairs)
         return False
 
 
-def _value(graph: Graph, node: fx.Node, limit: int, shift: int) -> Tensor:
-    """The value of `node` at random inputs: integers below `limit`, other numbers normal. `shift` changes all sizes."""
-    generator = torch.Generator().manual_seed(limit + shift)
-    layout = Layout(graph, shift)
-    known: dict[fx.Node, Any] = {}
-    for n in _ancestors(node):
-        if n.op != "placeholder":
-            args, kwargs = fx.map_arg((n.args, n.kwargs), known.__getitem__)
-            known[n] = n.target(*args, **kwargs)            # type: ignore[operator]
-        elif (weight := graph.weight(n)) is not None:
-            known[n] = weight
-        else:
-            shape, dtype = [layout.size(s) for s in n.meta["val"].shape], n.meta["val"].dtype
-            known[n] = (torch.randn(shape, generator=generator).to(dtype) if dtype.is_floating_point
+def _value(graph: Graph, node: fx.Node, limit: int, smallest: int) -> Tensor:
+    """The value of `node` with its real weights at random inputs: whole numbers below `limit`, others normal."""
+    generator = torch.Generator().manual_seed(limit + smallest)
+    needed = probe.sources(node)
+    symbols = sorted(symbols_of(*(n.meta["val"] for n in needed)), key=str)
+    sizes: probe.Sizes = {symbol: sympy.Integer(smallest + 2 * i) for i, symbol in enumerate(symbols)}
+    given: dict[fx.Node, Tensor] = {}
+    for n in needed:
+        if n.op == "placeholder" and (weight := graph.weight(n)) is not None:
+            given[n] = weight
+        elif n.op == "placeholder":
+            shape, dtype = shape_of(n.meta["val"], sizes), n.meta["val"].dtype
+            given[n] = (torch.randn(shape, generator=generator).to(dtype) if dtype.is_floating_point
                         else torch.randint(0, limit, shape, generator=generator).to(dtype))
-    return known[node]
-
-
-def _ancestors(node: fx.Node) -> list[fx.Node]:
-    """The node and everything it is computed from, in the graph's order."""
-    seen, stack = {node}, [node]
-    while stack:
-        for n in stack.pop().all_input_nodes:
-            if n not in seen:
-                seen.add(n)
-                stack.append(n)
-    return sorted(seen)
+    return evaluate(node, sizes, given)
 
 
 def _depends(node: fx.Node, on: fx.Node) -> bool:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from ..compiler.ir import Graph, argument, drop_dead_nodes, target_name
-from ..compiler.layout import MOVES, Layout, NotMoves, sources
+from ..compiler.ir import Graph, drop_dead_nodes, target_name
+from ..compiler.layout import Layout, NotMoves, cannot_reorder, column_order, drop_weights, reorder_columns, sources, stray_reader
 from ..compiler.ops import aten, infc
 from ..compiler.rewrite import EXACT, Pass, Report, emit
 
@@ -32,7 +32,7 @@ def run(graph: Graph, report: Report) -> int:
     for write in [n for n in graph.nodes if n.target is infc.kv_write.default]:
         try:
             site = _site(write)
-            _check_columns(layout, site)
+            order = _column_order(graph, layout, site)
             _check_angles(layout, site)
             _check_users(site)
         except Declined as reason:
@@ -40,10 +40,11 @@ def run(graph: Graph, report: Report) -> int:
             continue
         if not report.may_fire():
             break
-        _fuse(graph, layout, site)
-        fired += 1
-    if fired:
+        old = [n for n in site.qkv.all_input_nodes if graph.weight(n) is not None]
+        _fuse(graph, layout, site, order)
         drop_dead_nodes(graph)
+        drop_weights(graph, old)
+        fired += 1
     return fired
 
 
@@ -89,18 +90,30 @@ def _moved(layout: Layout, site: Site) -> tuple[Tensor, dict[str, Tensor]]:
     return numbers.flatten(0, -2), {"q": q, "k": k, "v": v, "q'": used_q, "k'": used_k}
 
 
-def _check_columns(layout: Layout, site: Site) -> None:
+def _column_order(graph: Graph, layout: Layout, site: Site) -> Tensor | None:
+    """None where the columns lie as q heads, k heads, v heads; else the order that makes them do so."""
     q_heads, kv_heads, head = _heads(site)
     numbers, moved = _moved(layout, site)
-    if numbers.shape[-1] != (q_heads + 2 * kv_heads) * head:
-        raise Declined(f"%{site.qkv.name} has {numbers.shape[-1]} columns, not {q_heads} + 2 * {kv_heads} heads of {head}")
-    parts = numbers.unflatten(-1, (-1, head)).split((q_heads, kv_heads, kv_heads), 1)
-    for name, part in zip(("q'", "k'", "v"), parts, strict=True):
-        if not torch.equal(moved[name], part):
-            raise Declined(f"{name[0]} is not the {name[0]} heads of %{site.qkv.name} in the order q, k, v")
-    for name in ("q", "k"):
-        if moved[name].shape[-1] != head or bool((moved[name].diff(dim=-1) != 1).any()):
+    found = torch.cat([moved[name].flatten(1) for name in ("q'", "k'", "v")], 1)
+    order = column_order(numbers, found)
+    if order is None:
+        raise Declined(f"%{site.qkv.name} has other columns than {q_heads} q, {kv_heads} k and {kv_heads} v heads of {head}")
+    for name in ("q", "k"):                                 # every row that is rotated is one head, channel by channel
+        if not torch.equal(_rows(moved[name]), _rows(moved[f"{name}'"])):
             raise Declined(f"{name} is rotated along another axis than its channels")
+    if torch.equal(order, torch.arange(len(order))):
+        return None
+    reason, stray = cannot_reorder(graph, site.qkv), stray_reader(site.qkv, {site.rope, site.write})
+    if reason is None and stray is not None:
+        reason = f"it is also used by %{stray.name}"
+    if reason:
+        raise Declined(f"the columns of %{site.qkv.name} do not lie as q, k, v, and cannot be moved: {reason}")
+    return order
+
+
+def _rows(x: Tensor) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    return rows[rows[:, 0].argsort()]
 
 
 def _check_angles(layout: Layout, site: Site) -> None:
@@ -120,20 +133,15 @@ def _check_angles(layout: Layout, site: Site) -> None:
 
 def _check_users(site: Site) -> None:
     """Nothing else may need the rotated q and k: they would be computed twice."""
-    stack, seen = list(site.rope.users), set()
-    while stack:
-        node = stack.pop()
-        for user in node.users:
-            if user.target in MOVES and user not in seen:
-                seen.add(user)
-                stack.append(user)
-            elif user.target not in MOVES and user not in (site.write, site.attention):
-                raise Declined(f"the rotated value is also {'returned' if user.op == 'output' else f'used by %{user.name}'}")
+    for user in site.rope.users:
+        stray = stray_reader(user, {site.write, site.attention})
+        if stray is not None:
+            raise Declined(f"the rotated value is also {'returned' if stray.op == 'output' else f'used by %{stray.name}'}")
 
 
-def _fuse(graph: Graph, layout: Layout, site: Site) -> None:
+def _fuse(graph: Graph, layout: Layout, site: Site, order: Tensor | None) -> None:
     q_heads, kv_heads, _ = _heads(site)
-    qkv = site.qkv
+    qkv = site.qkv if order is None else reorder_columns(graph, site.qkv, order)
     if qkv.meta["val"].dim() != 2:
         qkv = emit(graph, aten.reshape.default, (qkv, [-1, qkv.meta["val"].shape[-1]]), like=site.write)
     cos, sin = (_flat(graph, layout, angles) for angles in site.rope.args[2:4])  # type: ignore[arg-type]

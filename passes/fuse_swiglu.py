@@ -1,98 +1,125 @@
-"""Fuse act(gate) * up into one operator, and with its product into infc::linear_swiglu: 2F columns never reach memory."""
+"""Fuse act(gate) * up into one operator, and with its product into infc::linear_swiglu: 2F columns never reach memory.
+
+gate and up are found by what they are, the two halves of one value; columns in another order are put right in the weight.
+"""
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from ..compiler.ir import Graph, drop_dead_nodes
-from ..compiler.layout import Layout, sources
+from ..compiler.layout import Layout, NotMoves, cannot_reorder, column_order, drop_weights, reorder_columns, sources, stray_reader
 from ..compiler.ops import aten, infc
 from ..compiler.rewrite import EXACT, Pass, Report, arguments, emit
 
 LINEARS = {aten.linear.default, infc.linear.default}
 
 
+@dataclass(frozen=True)
+class Gated:
+    """`node` is act(gate) * up; `active` is act(gate)."""
+
+    node: fx.Node
+    active: fx.Node
+    up: fx.Node
+    act: str
+
+    @property
+    def gate(self) -> fx.Node:
+        return self.active.args[0]                          # type: ignore[return-value]
+
+
 def run(graph: Graph, report: Report) -> int:
     layout, fired = Layout(graph), 0
-    for node in list(graph.nodes):
-        found = _gated(node)
-        if not found:
+    for gated in [found for node in graph.nodes if (found := _gated(node))]:
+        whole = _whole(gated)
+        if whole is None:
+            if gated.gate.target in LINEARS and gated.up.target in LINEARS:
+                report.refuse(gated.node, "gate and up are two products that merge_projections did not merge")
             continue
-        act, gate, up = found
-        product, reason = _product(layout, gate, up)
-        if product is None:
-            if reason: report.refuse(node, reason)
-        elif report.may_fire():
-            _fuse(graph, node, act, product, report)
-            fired += 1
-        else:
+        order = _column_order(layout, gated, whole)
+        reason = "gate and up are not all columns of one value" if order is None else _objection(graph, gated, whole, order)
+        if reason:
+            report.refuse(gated.node, reason)
+            continue
+        if not report.may_fire():
             break
-    if fired:
-        drop_dead_nodes(graph)
+        _fuse(graph, gated, whole, order, report)           # type: ignore[arg-type]
+        fired += 1
     return fired
 
 
-def _gated(node: fx.Node) -> tuple[str, fx.Node, fx.Node] | None:
-    """(activation, gate, up) of act(gate) * up."""
+def _gated(node: fx.Node) -> Gated | None:
     if node.target is aten.mul.Tensor and all(isinstance(n, fx.Node) for n in node.args):
         for active, up in (node.args, node.args[::-1]):
             act = _activation(active)
             if act and up is not active.args[0]:            # type: ignore[union-attr]   # x * act(x) is no gate
-                return act, active.args[0], up              # type: ignore
+                return Gated(node, active, up, act)         # type: ignore[arg-type]
     return None
 
 
 def _activation(node: Any) -> str | None:
     if node.target is aten.silu.default:
         return "silu"
-    if node.target is aten.gelu.default:
-        return {"none": "gelu", "tanh": "gelu_tanh"}[arguments(node)[1]]
-    return None
+    return {"none": "gelu", "tanh": "gelu_tanh"}[arguments(node)[1]] if node.target is aten.gelu.default else None
 
 
-def _product(layout: Layout, gate: fx.Node, up: fx.Node) -> tuple[fx.Node | None, str]:
-    """The value whose two halves are gate and up; or None and why there is none ("" where nothing was to be expected)."""
-    above = set(sources(up))
-    whole = next((n for n in sources(gate) if n in above and isinstance(n.meta["val"], Tensor)), None)
-    if whole is None:
-        linears = [n for n in (gate, up) if n.target in LINEARS]
-        return None, "gate and up are two products: merge_projections did not merge them" if len(linears) == 2 else ""
+def _whole(gated: Gated) -> fx.Node | None:
+    """The nearest value that both gate and up are parts of."""
+    above = set(sources(gated.up))
+    return next((n for n in sources(gated.gate) if n in above and isinstance(n.meta["val"], Tensor)), None)
+
+
+def _column_order(layout: Layout, gated: Gated, whole: fx.Node) -> Tensor | None:
+    """The columns of `whole` that are gate, then those that are up; None where these are not all of them, each once."""
     numbers = layout.numbered(whole)
-    if numbers.shape[-1] % 2:
-        return None, f"gate and up are no halves of %{whole.name}: it has {numbers.shape[-1]} columns"
-    first, second = numbers.chunk(2, -1)
-    if layout.is_moved(gate, whole, first, numbers) and layout.is_moved(up, whole, second, numbers):
-        return whole, ""
-    if layout.is_moved(gate, whole, second, numbers) and layout.is_moved(up, whole, first, numbers):
-        return None, f"the columns of %{whole.name} are up, gate, not gate, up"
-    return None, f"gate and up are not the first and second half of %{whole.name}"
+    try:
+        parts = [layout.run(n, {whole: numbers}) for n in (gated.gate, gated.up)]
+    except NotMoves:
+        return None
+    if not parts[0].shape == parts[1].shape == (*numbers.shape[:-1], parts[0].shape[-1]):
+        return None
+    return column_order(numbers.flatten(0, -2), torch.cat(parts, -1).flatten(0, -2))
 
 
-def _fuse(graph: Graph, node: fx.Node, act: str, product: fx.Node, report: Report) -> None:
-    reason = _product_objection(graph, node, product)
+def _objection(graph: Graph, gated: Gated, whole: fx.Node, order: Tensor) -> str | None:
+    if _is_sorted(order):
+        return None
+    reason, stray = cannot_reorder(graph, whole), stray_reader(whole, {gated.node, gated.active})
+    if reason is None and stray is not None:
+        reason = f"it is also used by %{stray.name}"
+    return f"the columns of %{whole.name} do not lie as gate, up, and cannot be moved: {reason}" if reason else None
+
+
+def _is_sorted(order: Tensor) -> bool:
+    return torch.equal(order, torch.arange(len(order)))
+
+
+def _fuse(graph: Graph, gated: Gated, whole: fx.Node, order: Tensor, report: Report) -> None:
+    product = whole if _is_sorted(order) else reorder_columns(graph, whole, order)
+    reason = _stays_apart(product, whole, gated)
     if reason is None:
-        x, w = product.args[:2]
-        new = emit(graph, infc.linear_swiglu.default, (x, w, act), like=node)
+        new = emit(graph, infc.linear_swiglu.default, (*product.args[:2], gated.act), like=gated.node)
     else:
-        report.refuse(product, f"infc::swiglu alone: {reason}")
-        new = emit(graph, infc.swiglu.default, (product, act), like=node)
-    node.replace_all_uses_with(new)
+        report.refuse(gated.node, f"infc::swiglu alone: {reason}")
+        new = emit(graph, infc.swiglu.default, (product, gated.act), like=gated.node)
+    gated.node.replace_all_uses_with(new)
+    weights = [n for n in whole.all_input_nodes if graph.weight(n) is not None]
+    drop_dead_nodes(graph)
+    drop_weights(graph, weights)
 
 
-def _product_objection(graph: Graph, node: fx.Node, product: fx.Node) -> str | None:
-    """Why the product cannot be part of it."""
+def _stays_apart(product: fx.Node, whole: fx.Node, gated: Gated) -> str | None:
+    """Why the product cannot be part of the operator."""
     if product.target not in LINEARS:
-        return f"%{product.name} is no linear"
+        return f"%{product.name} is no product with a weight"
     if any(a is not None for a in arguments(product)[2:]):
-        return f"%{product.name} has a bias, a residual or a dtype of its own"
-    seen, stack = {node}, [product]
-    while stack:
-        for user in stack.pop().users:
-            if user.op == "output": return f"%{product.name} is also returned"
-            if user not in seen:
-                seen.add(user)
-                if user.target in (aten.silu.default, aten.gelu.default) or product in sources(user): stack.append(user)
-                else: return f"%{product.name} is also used by %{user.name}"
+        return f"%{product.name} has a bias or a residual"
+    stray = stray_reader(whole, {gated.node, gated.active}) or next((u for u in gated.active.users if u is not gated.node), None)
+    if stray is not None:
+        return f"%{product.name} is also " + ("returned" if stray.op == "output" else f"used by %{stray.name}")
     return None
 
 
-PASS = Pass("fuse_swiglu", run, EXACT)
+PASS = Pass("fuse_swiglu", run, EXACT, requires=("canonicalize",))

@@ -3,8 +3,8 @@
 x is read once and the weights in one sweep; columns lie in the order q, k, v and gate, up.
 """
 import operator
-import os.path
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 
 import torch
 from torch import fx
@@ -118,9 +118,15 @@ def _merge(graph: Graph, kind: str, members: list[fx.Node]) -> None:
 def _concatenated(graph: Graph, kind: str, weights: list[fx.Node]) -> fx.Node:
     """The weights one below the other; q_proj_weight, k_proj_weight, v_proj_weight make qkv_proj_weight."""
     names = [w.name for w in weights]
-    start = os.path.commonprefix(names)
-    end = os.path.commonprefix([name[len(start):][::-1] for name in names])[::-1]
+    start = _common(names)
+    end = _common([name[len(start):][::-1] for name in names])[::-1]
     return graph.add_weight(start + kind + end, torch.cat([graph.weights[str(w.target)] for w in weights]), before=min(weights))
+
+
+def _common(names: list[str]) -> str:
+    """The longest start that all names share."""
+    letters = [*takewhile(lambda column: len(set(column)) == 1, zip(*names, strict=False))]
+    return "".join(column[0] for column in letters)
 
 
 PASS = Pass("merge_projections", run, EXACT, requires=("canonicalize",))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_map
 
 from ..compiler.errors import CheckFailed
 from ..compiler.ir import Graph, argument, evaluate, fake_mode, fake_propagate
@@ -21,7 +22,8 @@ from ..compiler.rewrite import APPROXIMATE, Pass, Report, emit
 NARROW, WIDE = torch.bfloat16, torch.float32
 PRODUCTS = {infc.linear.default, infc.linear_swiglu.default}
 CACHE_OPS = {infc.kv_write.default, infc.rope_kv_write.default, infc.paged_attention.default}
-SELECTS = MOVES | {aten.index_select.default}               # rounding before or after them is the same
+SELECTS = MOVES - {aten.cat.default, aten.stack.default, operator.getitem} | {aten.index_select.default}
+"""Of one value; rounding before or after them is the same."""
 
 
 def run(graph: Graph, report: Report) -> int:
@@ -56,14 +58,20 @@ def _weights(graph: Graph, report: Report) -> list[fx.Node]:
     for node in graph.module.graph.find_nodes(op="placeholder"):
         weight = graph.weight(node)
         if weight is None or weight.dtype != WIDE: continue
-        reads = [(u, u.target in PRODUCTS and u.args[1] is node and node not in (u.args[0], *u.args[2:])
-                  or u.target is aten.embedding.default and u.args[0] is node) for u in node.users]
+        reads = [(u, (u.target in PRODUCTS and u.args[1] is node and node not in (u.args[0], *u.args[2:]))
+                  or (u.target is aten.embedding.default and u.args[0] is node)) for u in node.users]
         other = next((user for user, known in reads if not known), None)
         if reads and other is None:
             found.append(node)
         elif any(known for _, known in reads):
             report.refuse(node, f"also used by {'the output' if other.op == 'output' else f'%{other.name}'}")  # type: ignore[union-attr]
     return found
+
+
+def _reads_as_matrix(user: fx.Node, weight: fx.Node) -> bool:
+    if user.target in PRODUCTS:
+        return user.args.index(weight) == 1 and user.args.count(weight) == 1
+    return user.target is aten.embedding.default and user.args[0] is weight
 
 
 def _narrow_weight(graph: Graph, weight: fx.Node, casts: dict[fx.Node, fx.Node]) -> None:
@@ -109,7 +117,7 @@ def _absorb(cast: fx.Node) -> None:
     """Let the operator that makes the value round it, if the cast is its only reader (views and row selections between)."""
     x: Any = cast.args[0]
     node, reader = x, cast
-    while list(node.users) == [reader] and node.target in SELECTS and node.target is not operator.getitem:
+    while list(node.users) == [reader] and node.target in SELECTS:
         node, reader = node.args[0], node
     if list(node.users) == [reader] and node.target is operator.getitem and node.args[1] == 0:
         first = node.args[0]
@@ -176,7 +184,7 @@ def _run_eager_bf16(graph: Graph, sample: tuple[Tensor, ...], narrow: set[str]) 
     """
     active: set[fx.Node] = set()
     for node in graph.nodes:
-        if any(n in active or str(n.target) in narrow and n.op == "placeholder" for n in node.all_input_nodes):
+        if any(n in active or (str(n.target) in narrow and n.op == "placeholder") for n in node.all_input_nodes):
             active.add(node)
     weights = {name: _rounded(graph.weights[name]) if any(u in active for u in node.users) else graph.weights[name]
                for name, node in graph.placeholders.items() if name in graph.weights}
@@ -188,7 +196,7 @@ def _run_eager_bf16(graph: Graph, sample: tuple[Tensor, ...], narrow: set[str]) 
         if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
             for found, value in zip(node.target._schema.arguments, args, strict=False):
                 if found.is_write: value.copy_(_rounded(value))
-        return torch.utils._pytree.tree_map(_rounded, result)
+        return tree_map(_rounded, result)
 
     return evaluate(graph, [t.clone() for t in sample], weights, call)
 

@@ -1,4 +1,6 @@
 """Turn a decoder over [B, S] into a step over T tokens of any mix of sequences, its keys and values in a paged cache."""
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, fx
 from torch.utils.weak import WeakIdKeyDictionary
@@ -9,7 +11,7 @@ from ..compiler.ir import Graph, expression, same_size, where
 from ..compiler.ops import BLOCK, aten, infc
 from ..compiler.ops.registry import arguments
 from ..compiler.rewrite import EXACT, Pass, Report, emit
-from ..compiler.step_batch import Pool, Stream, StepSamples, step_inputs
+from ..compiler.step_batch import Pool, StepSamples, Stream, step_inputs
 from ..compiler.tokens import Refused, Tokens
 
 SIGNATURE = ["input_ids", "position_ids"]
@@ -100,7 +102,9 @@ def _paged(tokens: Tokens, node: fx.Node, state: dict[str, fx.Node]) -> fx.Node:
 
 
 def _vocabulary(graph: Graph) -> int:
-    tables = [n.args[0].meta["val"].shape[0] for n in graph.nodes if n.target is aten.embedding.default and n.args[1] is graph.placeholders["input_ids"]]
+    """How many token ids the model takes."""
+    ids = graph.placeholders["input_ids"]
+    tables = [n.args[0].meta["val"].shape[0] for n in ids.users if n.target is aten.embedding.default]    # type: ignore[union-attr]
     return int(graph.meta.get("vocab_size") or min(tables, default=2))
 
 
@@ -137,7 +141,7 @@ def check(before: Graph, after: Graph) -> float:
     return worst
 
 
-def _replay(graph: Graph, prompts: list[Tensor], step) -> dict[str, Tensor]:
+def _replay(graph: Graph, prompts: list[Tensor], step: Callable[[list[Tensor]], list[Tensor]]) -> dict[str, Tensor]:
     """Logits of each sequence from the schedule of `check`."""
     pool = Pool(16)
     streams = {"whole": pool.stream(prompts[0]), **{str(i): pool.stream(p) for i, p in enumerate(prompts)}}

@@ -24,6 +24,9 @@ NOTE_EMPTY_ROWS = "rewrite_attention: a row whose keys are all masked gave NaN a
 NOTE_PACKED = "rewrite_attention: masks are named for positions contiguous within a row; packed position_ids are another function"
 
 
+NO_MASK = MaskKind("none")
+
+
 class Declined(Exception):
     """This is attention, and it stays as it is; the message says why."""
 
@@ -47,7 +50,7 @@ class Call:
     v: fx.Node
     scale: float = 1.0
     softcap: float = 0.0
-    kind: MaskKind = MaskKind("none")
+    kind: MaskKind = NO_MASK
     masks: list[Mask] = field(default_factory=list)
     path: list[fx.Node] = field(default_factory=list)    # what the rewrite makes dead: from the scores to the site
 
@@ -107,7 +110,7 @@ def _weighted_sum(softmax: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
         path.append(node)
         product = next((u for u in node.users if u.target is aten.matmul.default and u.args[0] is node), None)
         if product is not None: return product, path
-        following = next((u for u in node.users if u.target in CASTS or u.target is aten.dropout.default and not u.args[2]), None)
+        following = next((u for u in node.users if u.target in CASTS or (u.target is aten.dropout.default and not u.args[2])), None)
         if following is None: return None, path
         node = following
 
@@ -206,16 +209,16 @@ def _replace(graph: Graph, call: Call, kinds: dict) -> None:
     call.q, factor = _scaled(graph, call.q) or (call.q, 1.0)
     k, v = _fewest_heads(graph, call)
     queries, keys = call.q.meta["val"].shape[2], k.meta["val"].shape[2]
-    full = same_size(queries, keys) or isinstance(queries, int) and isinstance(keys, int) and queries <= keys
+    full = same_size(queries, keys) or (isinstance(queries, int) and isinstance(keys, int) and queries <= keys)
     kept: list[Mask] = []
     for mask in call.masks:
         found = _kind(graph, mask, queries, keys, kinds)
         met = call.kind.meet(found) if isinstance(found, MaskKind) else None
         # finfo.min averages v over a row that sees nothing, a named mask gives 0: only where no row can be empty.
-        if met is not None and (full or met.mask == "none" or mask.unseen == -math.inf or mask.node.meta["val"].dtype == torch.bool
-                                and mask.unseen is None): call.kind = met
+        sharp = mask.unseen == -math.inf or (mask.unseen is None and mask.node.meta["val"].dtype == torch.bool)
+        if met is not None and (full or sharp or met.mask == "none"): call.kind = met
         else: kept.append(mask)
-    if site.target is not SDPA and (kept or not full and call.kind.mask != "none"): _note(graph, NOTE_EMPTY_ROWS)
+    if site.target is not SDPA and (kept or (not full and call.kind.mask != "none")): _note(graph, NOTE_EMPTY_ROWS)
     args = (call.q, k, v, _bias(graph, kept, site), call.scale * factor, call.kind.mask, call.kind.window, call.softcap)
     site.replace_all_uses_with(emit(graph, attention, args, like=site))
 
@@ -234,7 +237,8 @@ def _untranspose_k(graph: Graph, call: Call) -> None:
     """k [B,H,L,D] from the product's right side [B,H,D,L]; a constant factor on it joins the scale."""
     call.k, factor = _scaled(graph, call.k) or (call.k, 1.0)
     turned = call.k.target is aten.transpose.int and {d % 4 for d in call.k.args[1:]} == {2, 3}    # type: ignore[operator]
-    if turned or call.k.target is aten.permute.default and call.k.args[1] == [0, 1, 3, 2]: call.k = call.k.args[0]    # type: ignore
+    turned = turned or (call.k.target is aten.permute.default and call.k.args[1] == [0, 1, 3, 2])
+    if turned: call.k = call.k.args[0]    # type: ignore[assignment]
     else: call.k = emit(graph, aten.transpose.int, (call.k, 2, 3), like=call.site)
     call.k, below = _scaled(graph, call.k) or (call.k, 1.0)
     call.scale *= factor * below

@@ -16,8 +16,8 @@ ROW_BY_ROW = {aten.linear.default, infc.linear.default, infc.rms_norm.default, i
 
 
 def run(graph: Graph, report: Report) -> int:
-    if not graph.kv or graph.outputs != ["logits"] or not report.may_fire(): return 0
-    logits = graph.output.args[0][0]    # type: ignore[index]
+    if not graph.kv or len(graph.outputs) != 1 or not report.may_fire(): return 0
+    logits = graph.output.all_input_nodes[0]
     rows, *settings = _inputs(graph)
     cut, chain = _cut(logits)
     picked = emit(graph, aten.index_select.default, (cut, 0, rows), like=chain[0] if chain else graph.output)

@@ -4,13 +4,15 @@ golden.safetensors holds, for each case i: `case{i}.tokens` i32[n], `case{i}.row
 f32 or f64 [r, vocab], the captured model's own logits at those positions. The manifest holds the metric and its bound.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from .artifact import GOLDEN
+from .batch import Work
 from .errors import RuntimeFault
+from .manifest import BucketInfo
 from .tensors import Tensor, parse, tensor
 
 if TYPE_CHECKING:
@@ -51,7 +53,7 @@ def pack(cases: Sequence[Case]) -> dict[str, Tensor]:
 
 
 def replay(model: "Model", buckets: Sequence[str] = ()) -> GoldenReport:
-    """Feed every case through every bucket, as much of it a step as the bucket takes, and compare.
+    """Feed every case through every bucket, as much of it a step as the bucket takes (the rest is padding), and compare.
 
     buckets: names to try; default, all. A last round runs all cases together. Raises RuntimeFault where the artifact has no
     golden cases.
@@ -65,10 +67,9 @@ def replay(model: "Model", buckets: Sequence[str] = ()) -> GoldenReport:
     for bucket in model.manifest.buckets:
         if buckets and bucket.name not in buckets:
             continue
-        chunk = min(bucket.bucket["T"], bucket.bucket["R"])
         worst: list[float] = []
         for case in cases:
-            found = _run(model, case, chunk)
+            found = _run(model, case, bucket)
             worst.append(_error(info.metric, case.logits, found))
             right += int((found.argmax(-1) == case.logits.argmax(-1)).sum())
             rows += len(case.rows)
@@ -90,15 +91,28 @@ def _cases(model: "Model") -> list[Case]:
         raise RuntimeFault(f"{where}: has no tensor {error}; compile the artifact again") from error
 
 
-def _run(model: "Model", case: Case, chunk: int) -> "np.ndarray":
+def _run(model: "Model", case: Case, bucket: BucketInfo) -> "np.ndarray":
+    """The logits at the case's rows, its tokens fed through this bucket alone, as many a step as it takes."""
     import numpy as np
 
+    found: dict[int, np.ndarray] = {}
     with model.sequence() as sequence:
-        parts = [
-            model.step([sequence], [case.tokens[at : at + chunk]], logits="all").logits[0]
-            for at in range(0, len(case.tokens), chunk)
-        ]
-    return np.concatenate(parts)[list(case.rows)]
+        for at, stop, rows in _steps(case, bucket):
+            values = model.run_logits([Work(sequence, case.tokens[at:stop], rows)], True, bucket.name)[1]
+            found.update({position: values[position - stop + rows] for position in range(stop - rows, stop)})
+    return np.stack([found[row] for row in case.rows])
+
+
+def _steps(case: Case, bucket: BucketInfo) -> Iterator[tuple[int, int, int]]:
+    """(start, stop, sampled rows at the end) of each step: cut where more rows are wanted than the bucket samples."""
+    at = 0
+    while at < len(case.tokens):
+        stop = min(at + bucket.bucket["T"], len(case.tokens))
+        wanted = [row for row in case.rows if at <= row < stop]
+        if wanted:
+            stop = min(stop, wanted[0] + bucket.bucket["R"])
+        yield at, stop, stop - wanted[0] if wanted else 0
+        at = stop
 
 
 def _run_mixed(model: "Model", cases: Sequence[Case]) -> "list[np.ndarray]":

@@ -71,10 +71,13 @@ class Stepper:
         """One step of `works`: the sampled tokens, in order."""
         return self.run_logits(works, False)[0]
 
-    def run_logits(self, works: Sequence[Work], logits: bool) -> tuple[list[int], Any]:
-        """The sampled tokens, and a copy of their logits [rows, vocab] if asked for (None without a row)."""
+    def run_logits(self, works: Sequence[Work], logits: bool, bucket: str = "") -> tuple[list[int], Any]:
+        """The sampled tokens, and a copy of their logits [rows, vocab] if asked for (None without a row).
+
+        bucket: the name of the one to run through; by default the smallest that holds the step.
+        """
         with self.lock:
-            dims, table = self._prepare(works)
+            dims, table = self._prepare(works, bucket)
             table.run(dims)
             self._advance(works)
             rows = dims["R"]
@@ -134,7 +137,7 @@ class Stepper:
             room = self.pool.count * BLOCK
             raise RuntimeFault(f"{what} has {tokens} tokens; the KV pool holds {room} (load with a larger kv_tokens=)")
 
-    def _prepare(self, works: Sequence[Work]) -> tuple[dict[str, int], StepTable]:
+    def _prepare(self, works: Sequence[Work], name: str = "") -> tuple[dict[str, int], StepTable]:
         self.executor.library.require_ready()
         for work in works:
             more = blocks_for(work.sequence.length + len(work.tokens)) - len(work.sequence.blocks)
@@ -142,7 +145,7 @@ class Stepper:
                 self.pool.grow(work.sequence, more)
         dims = fill(self.executor.views, works)
         dims["P"] = self.pool.count
-        bucket = self._bucket(dims)
+        bucket = self._bucket(dims, name)
         manifest = self.artifact.manifest
         table = self.cache.get(
             Key(manifest.version, manifest.dtype, bucket.name), self.executor.places, lambda: self.executor.table(bucket.name),
@@ -150,9 +153,9 @@ class Stepper:
         self.cache.padded_tokens += bucket.bucket["T"] - dims["T"]
         return dims, table
 
-    def _bucket(self, dims: Mapping[str, int]) -> BucketInfo:
+    def _bucket(self, dims: Mapping[str, int], name: str = "") -> BucketInfo:
         for bucket in self._buckets:
-            if all(dims[d] <= bucket.bucket[d] for d in ("T", "N", "R", "M")):
+            if name in ("", bucket.name) and all(dims[d] <= bucket.bucket[d] for d in ("T", "N", "R", "M")):
                 return bucket
         largest = self._buckets[-1].bucket
         raise RuntimeFault(f"{self.artifact.path}: a step of {dict(dims)} fits no bucket; the largest is {largest}; "

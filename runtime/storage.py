@@ -80,7 +80,7 @@ class Zip:
         self._fd = os.open(path, os.O_RDONLY)
         self._members: dict[str, tuple[int, int]] = {}
         try:
-            with zipfile.ZipFile(os.fdopen(os.dup(self._fd), "rb")) as archive:
+            with os.fdopen(os.dup(self._fd), "rb") as file, zipfile.ZipFile(file) as archive:
                 for info in archive.infolist():
                     if info.compress_type != zipfile.ZIP_STORED:
                         raise RuntimeFault(f"{path}: {info.filename} is compressed; pack with `zip -0 -r`")

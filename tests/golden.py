@@ -32,6 +32,7 @@ def trace(fn: Callable[..., Any], *inputs: Tensor, dynamic: Dynamic = (), names:
     Parameters, buffers and closed-over tensors become weights. Inputs are called `names` (x, y, z, ... by default).
     """
     module = fn if isinstance(fn, nn.Module) else _Call(fn)
+    inputs = tuple(t.clone() for t in inputs)                     # export takes one tensor given twice for one input
     dims = tuple(dict.fromkeys(spec, Dim.DYNAMIC) if spec else None for spec in dynamic)
     dims += (None,) * (len(inputs) - len(dims))
     spec: Any = dims if isinstance(fn, nn.Module) else (dims,)
@@ -63,6 +64,7 @@ def trace(fn: Callable[..., Any], *inputs: Tensor, dynamic: Dynamic = (), names:
             for dim, public in (dynamic[index] or {}).items() if index < len(dynamic) else ():
                 graph.symbols.setdefault(str(node.meta["val"].shape[dim].node.expr), public)
     fake_propagate(graph)
+    graph = graph.copy()                                          # export renames nodes behind fx's back: register the names
     verify(graph)
     made = samples(graph, inputs)
     graph.sample_inputs = lambda: made

@@ -99,7 +99,7 @@ def _step(choose, pick, pool: list[Tensor], live: bool) -> tuple[str, Callable[[
     if x.dtype in INTS:
         add("floor_div", lambda t: torch.div(t, 3, rounding_mode="floor"))
         add("remainder", lambda t: torch.remainder(t, 4))
-    to = pick((torch.float32, torch.bfloat16, torch.int64) if x.dtype not in FLOATS else FLOATS + (torch.bool,))
+    to = pick((torch.float32, torch.bfloat16, torch.int64) if x.dtype not in FLOATS else (*FLOATS, torch.bool))
     add(f"to_{to}", lambda t: t.to(to))
     if x.dim() >= 1:
         last, n = x.dim() - 1, x.shape[-1]

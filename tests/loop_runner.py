@@ -1,12 +1,12 @@
 """Run a graph's loop regions as compiled C++ (many in one library) or in the interpreter, and everything else in eager."""
 import ctypes
 import hashlib
-import os
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,15 @@ import torch
 from golden import trace
 from infc.backends import loops, regions
 from infc.backends.cpu import printer
+from infc.backends.loop_ops import size as as_expr
 from infc.compiler.ir import Graph, expression
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+toolchain = import_module("infc.backends.cpu.toolchain")
 KERNELS = Path(printer.__file__).parent / "kernels"
-FLAGS = ["-O3", "-march=native", "-std=c++20", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off",
-         "-Wall", "-Wextra", "-Werror", "-Wno-tautological-compare", "-Wno-unused-variable", "-Wno-unused-parameter"]
+EXACT = ("-ffp-contract=off",)         # no fused multiply-add: bit for bit what PyTorch computes
+WARN = ("-Wall", "-Wextra", "-Werror", "-Wno-tautological-compare", "-Wno-unused-variable", "-Wno-unused-parameter")
 
 
 class Run(ctypes.Structure):
@@ -77,14 +79,16 @@ def _case(graph: Graph, inputs: tuple[Tensor, ...]) -> Case:
 
 
 @cache
-def library(bodies: tuple[str, ...]) -> ctypes.CDLL:
-    """One shared library with every body as k0, k1, ..."""
+def library(bodies: tuple[str, ...], isa: str = "", extra: tuple[str, ...] = EXACT) -> ctypes.CDLL:
+    """One shared library with every body as k0, k1, ..., with the product's flags for `isa` (this machine's by default)."""
+    compiler = toolchain.find_compiler()
+    flags = [*toolchain.flags(isa or "portable", compiler), *(() if isa else ("-march=native",)), *extra, *WARN]
     text = '#include "pool.h"\n#include "loops.h"\n' + "".join(
         f'extern "C" void k{i}(void* const* b, const infc_run* r) {{\n{body}\n}}\n' for i, body in enumerate(bodies))
     folder = Path(tempfile.mkdtemp(prefix="infc-loops-"))
     source = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.cpp"
     source.write_text(text)
-    made = subprocess.run([os.environ.get("CXX", "g++"), *FLAGS, f"-I{KERNELS}", "-o", str(source.with_suffix(".so")), str(source)],
+    made = subprocess.run([compiler.path, *flags, f"-I{KERNELS}", "-o", str(source.with_suffix(".so")), str(source)],
                           capture_output=True, text=True, check=False)
     assert made.returncode == 0, f"{source}\n{made.stderr[:4000]}"
     return ctypes.CDLL(str(source.with_suffix(".so")))
@@ -98,7 +102,8 @@ def launch(function: Any, buffers: Sequence[Tensor], dims: Sequence[int], thread
         function(pointers, ctypes.byref(Run(live, thread, threads, None)))
 
 
-def run(c: Case, execute: Callable[[int, loops.Region, list[Tensor]], list[Tensor]], inputs: Sequence[Tensor] | None = None) -> list[Tensor]:
+def run(c: Case, execute: Callable[[int, loops.Region, list[Tensor]], list[Tensor]],
+        inputs: Sequence[Tensor] | None = None) -> list[Tensor]:
     """The graph's outputs: regions by `execute(number, region, inputs)`, other nodes by eager, in a runnable order."""
     inputs = c.inputs if inputs is None else inputs
     values: dict[fx.Node, Any] = {}
@@ -121,15 +126,14 @@ def run(c: Case, execute: Callable[[int, loops.Region, list[Tensor]], list[Tenso
 
 
 def _size(size: Any, live: dict[str, int], symbols: dict[str, str]) -> int:
-    from infc.backends.loop_ops import size as as_expr
     return int(as_expr(size, symbols).value(live.__getitem__))
 
 
-def compiled(cases: Sequence[Case], threads: int = 3) -> list[Callable[..., list[Tensor]]]:
+def compiled(cases: Sequence[Case], threads: int = 3, isa: str = "", extra: tuple[str, ...] = EXACT) -> list[Callable[..., list[Tensor]]]:
     """For each case a function of its inputs that runs its regions as C++; all of them in one library."""
     bodies = [k for c in cases for k in c.kernels()]
     unique = tuple(dict.fromkeys(bodies))
-    lib = library(unique)
+    lib = library(unique, isa, extra)
     made = []
     for c in cases:
         symbols = [f"k{unique.index(k)}" for k in c.kernels()]

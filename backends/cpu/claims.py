@@ -242,7 +242,9 @@ def _lower_rope(node: fx.Node, a: Named, context: Context) -> Launch:
 # ---- attention ---------------------------------------------------------------------------------------------------------
 def _refuse_paged_attention(node: fx.Node, a: Named) -> str | None:
     if reason := _floats(q=a["q"], y=node) or _refuse_cache(a["k_cache"], a["v_cache"]): return reason
-    head = _value(a["k_cache"]).shape[3]
+    q, cache = _value(a["q"]), _value(a["k_cache"])
+    if q.dtype != cache.dtype: return f"q is {q.dtype}, the cache is {cache.dtype}"
+    head = cache.shape[3]
     if head > MAX_HEAD_ATTENTION: return f"head size {head} > {MAX_HEAD_ATTENTION}"
     if not a["scale"] > 0: return f"scale {a['scale']} is not positive"
     if a["softcap"] < 0: return f"soft-cap {a['softcap']} is negative"

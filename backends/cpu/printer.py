@@ -13,7 +13,7 @@ import numpy as np
 from ...runtime.program import DIMS
 from ..index import Div, Expr, Mod, expr, interval, product
 from ..launch import Context, Launch, Out
-from ..loops import REDUCTIONS, Guard, Region, Stmt, merge_axes, parse, text
+from ..loops import Guard, Region, Stmt, merge_axes, parse, text
 
 LANES = 32                     # independent partial results of a reduction: two AVX-512 registers of fp32
 BLOCK = 64                     # threads split columns at multiples of this: no cache line is written by two
@@ -79,8 +79,8 @@ def _row(region: Region) -> list[str]:
     depth = _depths(region)
     for d in range(max(depth, default=0) + 1):
         out += [_assign(region, i) for i, s in enumerate(region.body)
-                if depth[i] == d and not s.element and s.op != "store" and not _reduces(s)]
-        out += _reduction_pass(region, [i for i in region.reductions if _reduces(region.body[i]) and depth[i] == d + 1])
+                if depth[i] == d and not s.element and s.op != "store" and not s.reduces]
+        out += _reduction_pass(region, [i for i in region.reductions if depth[i] == d + 1])
     out += [_store(s) for s in region.body if s.op == "store" and not s.element]
     stores = [s for s in region.body if s.op == "store" and s.element]
     if stores:
@@ -90,15 +90,11 @@ def _row(region: Region) -> list[str]:
     return out
 
 
-def _reduces(s: Stmt) -> bool:
-    return s.op in REDUCTIONS and len(s.args) == 1
-
-
 def _depths(region: Region) -> list[int]:
     """How many passes over the columns must be done before each statement."""
     depth: list[int] = []
     for s in region.body:
-        depth.append(max((depth[a] for a in s.args), default=0) + (1 if _reduces(s) else 0))
+        depth.append(max((depth[a] for a in s.args), default=0) + (1 if s.reduces else 0))
     return depth
 
 

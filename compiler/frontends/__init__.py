@@ -91,4 +91,4 @@ def _decoder_module(module: "nn.Module") -> "tuple[nn.Module, dict[str, Any]]":
 
         return huggingface.stateless(module)
     name = type(module).__name__
-    raise UserError(f"{name} is no decoder infc knows: give example inputs, as in capture(module, inputs=(x,), dynamic={{'x': {{0: 'B'}}}})")
+    raise UserError(f"{name} is no decoder infc knows: give example inputs, capture(module, inputs=(x,), dynamic={{'x': {{0: 'B'}}}})")

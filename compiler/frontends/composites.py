@@ -89,7 +89,7 @@ def _value(node: Any) -> Any:
 def _reshape(emit: Emit, x: fx.Node, shape: list[Any]) -> fx.Node:
     value: Tensor = x.meta["val"]
     with value.fake_mode:                                         # type: ignore[attr-defined]
-        is_view = torch._C._is_alias_of(value, value.reshape(_value(shape)))
+        is_view = torch._C._is_alias_of(value, value.reshape(_value(shape)))         # pyright: ignore[reportAttributeAccessIssue]
     if is_view:
         return emit(aten.view.default, x, shape)
     with value.fake_mode:                                         # type: ignore[attr-defined]

@@ -132,7 +132,8 @@ def half_split(rows: np.ndarray, heads: int) -> np.ndarray:
 def describe(file: GGUFFile, config: LlamaConfig, digest: str) -> dict[str, Any]:
     """Graph.meta: everything the runtime needs to know about the model, no path in it."""
     data = file.metadata
-    eos = [data[key] for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id") if key in data]
+    ends = (f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom"))     # of a text, a turn, a message
+    eos = [data[key] for key in ends if key in data]
     return llama_meta(config) | {
         "name": data.get("general.name", file.path.stem),
         "license": data.get("general.license"),

@@ -47,12 +47,14 @@ def tokenizer_json(file: GGUFFile) -> str | None:
         raise UserError(f"{name} has a {kind!r} tokenizer; byte-level BPE ('gpt2') is read. Give the Hugging Face folder instead")
     pre = _rule(data)
     if pre not in PRE_TOKENIZERS:
-        raise UserError(f"{name} splits text by the rule {data.get('tokenizer.ggml.pre')!r}; known rules: {', '.join(sorted({*PRE_TOKENIZERS, *SAME_AS}))}")
+        known = ", ".join(sorted({*PRE_TOKENIZERS, *SAME_AS}))
+        raise UserError(f"{name} splits text by the rule {data.get('tokenizer.ggml.pre')!r}; known rules: {known}")
     tokens, merges = data.get("tokenizer.ggml.tokens", []), data.get("tokenizer.ggml.merges", [])
     types = data.get("tokenizer.ggml.token_type", [1] * len(tokens))
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]
     if not tokens or len(types) != len(tokens) or any(len(pair) != 2 for pair in pairs):
-        raise UserError(f"{name} is truncated or altered: its vocabulary has {len(tokens)} tokens, {len(types)} types, {len(merges)} merges")
+        counts = f"{len(tokens)} tokens, {len(types)} types, {len(merges)} merges"
+        raise UserError(f"{name} is truncated or altered: its vocabulary has {counts}")
     vocabulary = {token: i for i, token in enumerate(tokens)}
     unknown = next((part for pair in pairs for part in (*pair, "".join(pair)) if part not in vocabulary), None)
     if unknown is not None:
@@ -67,8 +69,9 @@ def tokenizer_json(file: GGUFFile) -> str | None:
         tokenizer.post_processor = ProcessorSequence([tokenizer.post_processor, template])
     if pre in NORMALIZED:
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t, k in zip(tokens, types, strict=True) if k == CONTROL])
-    tokenizer.add_tokens([AddedToken(t, normalized=False) for t, k in zip(tokens, types, strict=True) if k == USER_DEFINED])
+    typed = list(zip(tokens, types, strict=True))
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token, kind in typed if kind == CONTROL])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token, kind in typed if kind == USER_DEFINED])
     return tokenizer.to_str()
 
 

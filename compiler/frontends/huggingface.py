@@ -4,23 +4,19 @@ The model runs as transformers defines it, so any architecture that exports can 
 found out before transformers is imported.
 """
 import hashlib
-import json
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from ...models.fetch import sha256
 from ..errors import UserError, nearest
+from .checkpoint_folder import check_safetensors, read_json, weight_files
+from .messages import first_line
 from .model_meta import UNKNOWN
-from .torch_module import first_line
-
-MAX_HEADER = 100 << 20                                            # as in the safetensors format's own limit
-ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
-              "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}  # fmt: skip
 
 
 class Stateless(nn.Module):
@@ -94,67 +90,6 @@ def config_meta(config: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------------------- the folder
-
-def read_json(folder: Path, name: str, *, needed: bool = True) -> dict[str, Any]:
-    """A JSON object from the folder; {} when it is absent and not needed."""
-    path = folder / name
-    if not path.is_file():
-        if needed:
-            raise UserError(f"{folder} has no {name}: it is not a Hugging Face checkpoint folder")
-        return {}
-    try:
-        data = json.loads(path.read_text("utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is no readable JSON: {first_line(error)}") from error
-    if not isinstance(data, dict):
-        raise UserError(f"{path} holds a {type(data).__name__}, an object is expected")
-    return data
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The folder's safetensors files, all shards of the index present."""
-    index = read_json(folder, "model.safetensors.index.json", needed=False)
-    if index:
-        shards = [folder / name for name in sorted(set(index.get("weight_map", {}).values()))]
-        escaped = next((s for s in shards if s.resolve().parent != folder.resolve() and not s.is_symlink()), None)
-        if escaped is not None or not shards:
-            raise UserError(f"{folder.name}: model.safetensors.index.json names files outside the folder, or none")
-        missing = [s.name for s in shards if not s.is_file()]
-        if missing:
-            raise UserError(f"{folder.name} lacks {len(missing)} of {len(shards)} weight files, the first is {missing[0]}")
-        return shards
-    single = folder / "model.safetensors"
-    if single.is_file():
-        return [single]
-    pickles = next(folder.glob("*.bin"), None)
-    raise UserError(f"{folder.name} has no model.safetensors" + (f": {pickles.name} is a pickle, which can run code; convert it" if pickles else ""))
-
-
-def check_safetensors(path: Path) -> None:
-    """The header is whole JSON and every tensor lies inside the file. (github.com/huggingface/safetensors, README: Format)"""
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        head = file.read(8)
-        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
-        if not 2 <= length <= min(MAX_HEADER, size - 8):
-            raise UserError(f"{path.name} is truncated or altered: {size} bytes, its header should have {length}")
-        try:
-            header = json.loads(file.read(length))
-            entries = {name: (entry["dtype"], entry["shape"], entry["data_offsets"]) for name, entry in header.items() if name != "__metadata__"}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{path.name} is altered: its header is not what safetensors writes ({first_line(error)})") from error
-    end = 8 + length
-    for name, (dtype, shape, (start, stop)) in entries.items():
-        count = 1
-        for extent in shape:
-            count *= extent
-        if dtype in ITEM_BYTES and stop - start != count * ITEM_BYTES[dtype]:
-            raise UserError(f"{path.name} is altered: {name} is {dtype} {shape} in {stop - start} bytes")
-        if end + stop > size:
-            raise UserError(f"{path.name} is truncated: {name} should end at byte {end + stop}, the file has {size}")
-
-
 def _digest(files: Sequence[Path]) -> str:
     """sha256 over the files' sha256s, in order."""
     return hashlib.sha256("".join(sha256(f) for f in files).encode()).hexdigest()
@@ -175,11 +110,9 @@ def _adds_bos(tokenizer_json: str | None, bos: int | None, folder: Path) -> bool
     """Whether the tokenizer puts the beginning-of-text token before a text."""
     if tokenizer_json is None or bos is None:
         return False
-    from tokenizers import Tokenizer
-
     try:
-        ids = Tokenizer.from_str(tokenizer_json).encode("a").ids
-    except Exception as error:  # noqa: BLE001  tokenizers raises bare Exception
+        ids = Tokenizer.from_buffer(tokenizer_json.encode()).encode("a").ids
+    except ValueError as error:
         raise UserError(f"{folder.name}/tokenizer.json cannot be read: {first_line(error)}") from error
     return ids[:1] == [bos]
 

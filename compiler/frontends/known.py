@@ -18,8 +18,9 @@ def load(found: Model | Random, progress: Callable[[str], None]) -> tuple[Llama,
 
 def llama_config(settings: dict[str, Any]) -> LlamaConfig:
     """The `config` table of an entry as a LlamaConfig."""
-    scaling = settings.get("rope_scaling")
-    return LlamaConfig(**settings | {"rope_scaling": RopeScaling(**scaling) if scaling else None})
+    sizes = dict(settings)
+    scaling = sizes.pop("rope_scaling", None)
+    return LlamaConfig(**sizes, rope_scaling=RopeScaling(**scaling) if scaling else None)
 
 
 def _real(model: Model, progress: Callable[[str], None]) -> tuple[Llama, dict[str, Any]]:

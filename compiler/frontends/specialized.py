@@ -39,7 +39,7 @@ def explain(module: nn.Module, inputs: Sequence[Tensor], names: Sequence[str],
     fixed = re.findall(r"marked (\w+) as dynamic but your code specialized it to be a constant \((\d+)\)", message)
     if not fixed:
         return f"{type(module).__name__} cannot keep its sizes dynamic: {message.strip().splitlines()[0]}"
-    shapes = tuple({axis: Dim.AUTO for axis in dynamic.get(name, {})} for name in names)
+    shapes = tuple(dict.fromkeys(dynamic.get(name, {}), Dim.AUTO) for name in names)
     log, logger = _GuardLog(), logging.getLogger(LOGGER)
     level, propagate = logger.level, logger.propagate
     logger.addHandler(log)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.library import CustomOpDef
+from torch._library.custom_ops import CustomOpDef
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def cost_of(node: fx.Node) -> Cost:
     """Cost of an infc:: node, from the fake tensors of its arguments. KeyError for any other node."""
     found = operator_of(node)
     if found is None: raise KeyError(f"{node.target} is no infc:: operator")
-    values = {name: fx.node.map_arg(value, lambda n: n.meta["val"]) for name, value in arguments(node).items()}
+    values = {name: fx.map_arg(value, lambda n: n.meta["val"]) for name, value in arguments(node).items()}
     return found.cost(**values)
 
 

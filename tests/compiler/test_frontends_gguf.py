@@ -1,4 +1,6 @@
 """A GGUF file becomes the Llama it was written from, its tokenizer too; a damaged one becomes one clear line."""
+import inspect
+import json
 import struct
 from pathlib import Path
 from typing import Any
@@ -9,14 +11,13 @@ import torch
 
 gguf_package = pytest.importorskip("gguf")
 from gguf import GGMLQuantizationType as Kind  # noqa: E402
-from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers  # noqa: E402
-from tokenizers.models import BPE  # noqa: E402
-
 from infc.compiler.errors import UserError  # noqa: E402
 from infc.compiler.frontends import capture, gguf  # noqa: E402
 from infc.compiler.frontends.gguf_file import GGUFFile  # noqa: E402
 from infc.models.llama import Llama, LlamaConfig, RopeScaling, inverse_frequencies  # noqa: E402
 from infc.models.random_weights import random_llama  # noqa: E402
+from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers  # noqa: E402
+from tokenizers.models import BPE  # noqa: E402
 
 CONFIG = LlamaConfig(96, 64, 96, 2, 4, 2, 16, 128, rms_eps=1e-6, rope_theta=50_000.0)
 TEXT = ["the quick brown fox jumps over the lazy dog, isn't it? 12 times; the fox's dog.", "  two  spaces\n\nand lines\tnaïve 日本 🎉"]
@@ -27,8 +28,9 @@ def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
     return weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def write(path: Path, model: Llama, kind: Kind = Kind.F32, *, architecture: str = "llama", skip: str = "", extra: dict[str, Any] | None = None,
-          tensors: dict[str, np.ndarray] | None = None, tokenizer: dict[str, Any] | None = None) -> Path:
+def write(path: Path, model: Llama, kind: Kind = Kind.F32, *, architecture: str = "llama", skip: str = "",
+          extra: dict[str, Any] | None = None, tensors: dict[str, np.ndarray] | None = None,
+          tokenizer: dict[str, Any] | None = None) -> Path:
     """A GGUF file of the model, matrices quantized to `kind`, with the package's own writer."""
     config = model.config
     writer = gguf_package.GGUFWriter(path, architecture)
@@ -124,15 +126,15 @@ def trained() -> tuple[Tokenizer, dict[str, Any]]:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<s>", "</s>", "<|user|>"]
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(TEXT * 3, trainer)
-    import json
-
     merges = json.loads(tokenizer.to_str())["model"]["merges"]
     tokens = [tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size())]
     return tokenizer, {
         "ggml.model": "gpt2", "ggml.pre": "gpt-2", "ggml.tokens": tokens, "ggml.merges": [" ".join(m) for m in merges],
-        "ggml.token_type": [3 if t in special else 1 for t in tokens], "ggml.bos_token_id": 0, "ggml.eos_token_id": 1, "ggml.eot_token_id": 2,
+        "ggml.token_type": [3 if t in special else 1 for t in tokens],
+        "ggml.bos_token_id": 0, "ggml.eos_token_id": 1, "ggml.eot_token_id": 2,
         "chat_template": "{{ bos_token }}{{ messages[0].content }}",
     }
 
@@ -158,7 +160,8 @@ def test_the_tokenizer_comes_back(tmp_path: Path, vocabulary: tuple[Tokenizer, d
     assert meta["special_tokens"] == {"bos_token": "<s>", "eos_token": "</s>"} and meta["chat_template"].startswith("{{ bos_token }}")
 
 
-def test_a_beginning_of_text_token_is_added_when_asked_for(tmp_path: Path, vocabulary: tuple[Tokenizer, dict[str, Any]], talker: Llama) -> None:
+def test_a_beginning_of_text_token_is_added_when_asked_for(tmp_path: Path, vocabulary: tuple[Tokenizer, dict[str, Any]],
+                                                           talker: Llama) -> None:
     metadata = vocabulary[1]
     for change, expected in (({"ggml.add_bos_token": True}, True), ({"ggml.pre": "llama-bpe"}, True),
                              ({"ggml.pre": "llama-bpe", "ggml.add_bos_token": False}, False)):
@@ -187,8 +190,6 @@ def test_splitting_rules_are_transformers_own() -> None:
 
     text = Path(source.__file__).read_text()
     assert gguf_tokenizer.QWEN2 in text
-    import inspect
-
     assert gguf_tokenizer.LLAMA3 in inspect.getsource(source.TikTokenConverter)
 
 
@@ -302,11 +303,10 @@ def test_metadata_values_of_every_type(tmp_path: Path, model: Llama) -> None:
 
 @pytest.mark.slow
 def test_smollm2_answers_with_paris() -> None:
-    from jinja2 import Environment
-
     from infc.compiler.frontends import load
     from infc.models import ModelError
     from infc.models.fetch import fetch
+    from jinja2 import Environment
 
     try:
         fetch("smollm2")

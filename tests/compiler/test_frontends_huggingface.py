@@ -8,12 +8,11 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-from safetensors.torch import load_file, save_file  # noqa: E402
-
 from infc.compiler.errors import UserError  # noqa: E402
 from infc.compiler.frontends import capture, load  # noqa: E402
-from infc.compiler.frontends.huggingface import check_safetensors  # noqa: E402
+from infc.compiler.frontends.checkpoint_folder import check_safetensors  # noqa: E402
 from infc.models.byte_tokenizer import CHAT_TEMPLATE, byte_tokenizer  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 
 SIZES: dict[str, Any] = {
     "vocab_size": 300, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 6,
@@ -130,7 +129,8 @@ def test_shards_are_put_together(folder: Path) -> None:
     parts = {"model-00001-of-00002.safetensors": names[:5], "model-00002-of-00002.safetensors": names[5:]}
     for file, held in parts.items():
         save_file({name: weights[name] for name in held}, folder / file, metadata={"format": "pt"})
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": {n: f for f, held in parts.items() for n in held}}))
+    places = {name: file for file, held in parts.items() for name in held}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
     whole = load(folder)[0].state_dict()
     (folder / "model.safetensors.index.json").unlink()
     assert all(torch.equal(whole[name], weight) for name, weight in load(folder)[0].state_dict().items())

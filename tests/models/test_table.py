@@ -3,7 +3,6 @@ import subprocess
 import sys
 
 import pytest
-
 from infc.models import Model, ModelError, Random, find, table
 from infc.models.byte_tokenizer import SPECIAL, byte_tokenizer
 

@@ -54,7 +54,11 @@ void layer_norm(const infc_run* r, int64_t rows, int64_t n, float eps, const voi
     Span mine = share(rows, r->thread, r->threads);
     for (int64_t i = mine.begin; i < mine.end; i++) {
         const X* row = static_cast<const X*>(x) + i * n;
-        double mean = double(row_sum(row, n, [](f32x16 v) { return v; })) / double(n);
+        f32x16 rough = splat(row_sum(row, n, [](f32x16 v) { return v; }) / float(n));   // off by some ulp of the sum: a second
+        double rest = double(row_sum(row, n, [rough](f32x16 v) { return v - rough; })) / double(n);  // look at what is left
+        float first;
+        memcpy(&first, &rough, 4);
+        double mean = double(first) + rest;
         f32x16 hi = splat(float(mean)), lo = splat(float(mean - double(float(mean))));
         auto centred = [&](f32x16 v) { return (v - hi) - lo; };
         double var = double(row_sum(row, n, [&](f32x16 v) { return centred(v) * centred(v); })) / double(n);

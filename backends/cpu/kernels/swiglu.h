@@ -9,9 +9,9 @@ enum Act { SILU, GELU, GELU_TANH };
 
 template <Act A> INFC_INLINE f32x16 activate(f32x16 x) {
     if (A == SILU) return x / (splat(1.0f) + exp(-x));
-    if (A == GELU_TANH) {
-        f32x16 inner = splat(0.7978845608028654f) * fma(splat(0.044715f) * x * x, x, x);
-        return splat(0.5f) * x * (splat(1.0f) + tanh(inner));
+    if (A == GELU_TANH) {                                // 0.5 x (1 + tanh u) = x / (1 + exp(-2u)): no cancellation
+        f32x16 u = splat(0.7978845608028654f) * fma(splat(0.044715f) * x * x, x, x);
+        return x / (splat(1.0f) + exp(splat(-2.0f) * u));
     }
     float v[16];                                         // exact GELU: libm's erf, lane by lane
     store16(v, x);

@@ -70,7 +70,8 @@ template <class T> struct Shape {
 // few independent sums to hide the latency of the product (6 cycles on Zen 4), so they take U steps at once.
 template <class T, int R, int V, int LDA> struct Tile {
     using L = typename Dot<T>::Lhs;
-    static constexpr int REGISTERS = R * V * 16 / NATIVE, U = REGISTERS >= 6 ? 1 : REGISTERS >= 3 ? 2 : 4;
+    static constexpr int REGISTERS = R * V * 16 / NATIVE, ENOUGH = NATIVE == 16 ? 12 : 6,
+                         U = REGISTERS >= ENOUGH ? 1 : REGISTERS >= ENOUGH / 2 ? 2 : 4;
     f32x16 sum[U][R][V];
 
     INFC_INLINE void zero() {
