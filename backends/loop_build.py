@@ -62,7 +62,6 @@ class Lowering:
     symbols: Mapping[str, str]
     rows: tuple[Var, ...] = ()
     col: Var | None = None
-    reduced: bool = False
     body: list[Stmt] = field(default_factory=list)
     inputs: dict[fx.Node, int] = field(default_factory=dict)
     computed: set[fx.Node] = field(default_factory=set)

@@ -46,3 +46,8 @@ def dump() -> Path | None:
     """INFC_DUMP: the folder that gets one text file per pass that changed something."""
     folder = os.environ.get("INFC_DUMP", "").strip()
     return Path(folder) if folder else None
+
+
+def any_set() -> bool:
+    """True when a switch asks for something a finished compile cannot show."""
+    return any(os.environ.get(f"INFC_{name}", "").strip() for name in ("DEBUG", "CHECK", "STOP", "EAGER", "DUMP"))

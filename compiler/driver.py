@@ -1,5 +1,4 @@
 """compile(): the whole story on one page, and the only file that knows frontends, passes, backends and the artifact."""
-import os
 import platform
 import time
 from collections.abc import Callable, Iterator
@@ -13,19 +12,22 @@ import torch
 
 from .. import passes
 from ..backends.launch import Context
+from ..backends.program import DTYPES as NAMES
 from ..backends.program import Store, build
-from ..runtime.artifact import GOLDEN, Parts, write
+from ..runtime.artifact import GOLDEN, Parts, read, refuse_existing, write
 from ..runtime.golden import Case, pack, replay
 from ..runtime.manifest import BLOCK, GoldenInfo, KvBuffer, Manifest, ModelInfo, PassInfo
 from ..runtime.program import Program
 from ..runtime.session import load
-from . import keys, targets, verification
+from . import debug, keys, targets, verification
 from .cost import decode_bytes, unit_cost
 from .errors import CheckFailed, UserError
 from .frontends import capture
+from .frontends.identity import identity
 from .ir import Graph
 from .pipeline import PassResult, PipelineReport, run_pipeline
 from .placement import Placement, place
+from .reuse import Entry, cache_folder
 
 if TYPE_CHECKING:
     from torch import nn
@@ -48,6 +50,7 @@ class Options:
     strict: bool = False
     dump: Path | None = None
     force: bool = False
+    reuse: bool = True                                # copy a finished compile of the same model, options, sources and toolchain
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ class Result:
     verify: dict[str, Any] = field(default_factory=dict)
     predicted: dict[str, float] = field(default_factory=dict)
     size_bytes: int = 0
+    reused: bool = False
 
     def json(self) -> dict[str, Any]:
         """The stable form of `infc compile --json`."""
@@ -86,6 +90,7 @@ class _Clock:
 
     def __init__(self, listen: Listener, phases: int):
         self.listen, self.phases, self.seconds = listen, phases, dict[str, float]()
+        self.start = time.perf_counter()
 
     @contextmanager
     def phase(self, name: str, text: str) -> Iterator[None]:
@@ -107,19 +112,23 @@ def compile(
     options = options or Options()
     _check(options)
     target = targets.find(options.target)
+    backend = _backend(target.kind)
+    toolchain = backend.toolchain(target.isa)
     listen = on_event or (lambda event: None)
-    clock = _Clock(listen, 6)
+    clock = _Clock(listen, 7)
+    path = _output(model, output)
+    refuse_existing(path, options.force)              # now, rather than after a minute of work
+    with clock.phase("reuse", "looking for the same compile"):
+        entry = _entry(model, options, target.isa, toolchain.identity, lambda line: listen(Event("note", "reuse", line)))
+        if entry and (reused := _reused(entry, path, options, target, clock)):
+            return reused
 
     with clock.phase("capture", f"capturing {model if isinstance(model, (str, Path)) else type(model).__name__}"):
         captured = capture(model, progress=lambda line: listen(Event("note", "capture", line)))
-    path = Path(output) if output is not None else Path(f"{_file_name(captured)}.infc")
-    path = path if path.suffix == ".infc" else path.with_name(path.name + ".infc")
     with clock.phase("passes", "rewriting the graph"):
         graph = captured.copy()
         report = _run_passes(graph, options, listen)
     with clock.phase("programs", "placing and packing"):
-        backend = _backend(target.kind)
-        toolchain = backend.toolchain(target.isa)
         store = Store(target.isa, keys.digest([toolchain.identity, backend.headers_digest()]))
         programs, placement = _programs(graph, options, backend, target.isa, store)
     with clock.phase("code", f"building {len(store.kernels)} kernels with {toolchain.name}"):
@@ -127,20 +136,59 @@ def compile(
     with clock.phase("golden", "computing golden outputs in fp64"):
         golden = verification.golden(captured, graph, options.buckets)
     version = keys.version(graph, programs, options, target.isa, toolchain.identity)
+    summary = {"passes": report.json(), "program": _summary(programs, placement), "coverage": _coverage(placement),
+               "graph_error": golden.graph_error}
     with clock.phase("write", f"writing and verifying {path.name}"):
         parts = Parts(
             manifest=_manifest(captured, graph, target, options, report, store, version, toolchain.identity, golden),
             programs=programs, code=code, weights=backend.tensors(store),
             golden=pack([Case(c.tokens, c.rows, c.logits.numpy()) for c in golden.cases]),
             tokenizer=(captured.meta.get("tokenizer_json") or "").encode(),
-            report={"passes": report.json(), "coverage": _coverage(placement), "seconds": clock.seconds},
+            report=summary | {"seconds": clock.seconds},
         )
-        verified: dict[str, Any] = {"graph_error": golden.graph_error}
+        verified = dict[str, Any]()
         write(path, parts, force=options.force, check=lambda folder: verified.update(_replay(folder, target)))
-    clock.seconds["total"] = round(sum(clock.seconds.values()), 3)
+        if entry:
+            entry.keep(path)
+    return _result(path, clock, summary, verified, reused=False)
+
+
+def _output(model: "str | Path | nn.Module", output: Path | str | None) -> Path:
+    """NAME.infc: as given, or after the model."""
+    if output is None:
+        name = str(model) if isinstance(model, (str, Path)) else type(model).__name__
+        base = Path(name).name.removesuffix(".gguf") if Path(name).exists() else name
+        output = "".join(c if c.isalnum() or c in "-_." else "-" for c in base).strip("-.") or "model"
+    path = Path(output)
+    return path if path.suffix == ".infc" else path.with_name(path.name + ".infc")
+
+
+def _entry(model: "str | Path | nn.Module", options: Options, isa: str, toolchain: str, note: Callable[[str], None]) -> Entry | None:
+    """Where this compile would be kept; None when it must run: a module, a dump, a debug switch."""
+    if not options.reuse or options.dump or debug.any_set() or not isinstance(model, (str, Path)):
+        return None
+    content = identity(model)
+    return Entry(keys.request(content, options, isa, toolchain), note) if content else None
+
+
+def _reused(entry: Entry, path: Path, options: Options, target: targets.Target, clock: _Clock) -> Result | None:
+    verified = dict[str, Any]()
+    if not entry.take(path, options.force, lambda folder: verified.update(_replay(folder, target))):
+        return None
+    entry.note(f"the same compile was done before: copied {entry.path.name} and verified it again")
+    with read(path) as artifact:
+        return _result(path, clock, artifact.report(), verified, reused=True)
+
+
+def _result(path: Path, clock: _Clock, summary: dict[str, Any], verified: dict[str, Any], *, reused: bool) -> Result:
+    clock.seconds["total"] = round(time.perf_counter() - clock.start, 3)
+    with read(path) as artifact:
+        manifest = artifact.manifest
+        smallest = min(manifest.buckets, key=lambda b: b.bucket["T"])
+        predicted = _predict(artifact.program(smallest.name), manifest, verified)
     return Result(
-        artifact=path, version=version, seconds=clock.seconds, passes=report.json(), program=_summary(programs, placement),
-        verify=verified, predicted=_predict(programs, parts.manifest, verified), size_bytes=_size(path))
+        artifact=path, version=manifest.version, seconds=clock.seconds, passes=summary["passes"], program=summary["program"],
+        verify={"graph_error": summary["graph_error"]} | verified, predicted=predicted, size_bytes=_size(path), reused=reused)
 
 
 def _check(options: Options) -> None:
@@ -204,7 +252,8 @@ def _manifest(
             parameters=sum(w.numel() for w in captured.weights.values()), license=meta.get("license") or "",
             source=":".join(str(v) for v in (meta.get("source") or {}).values())),
         passes=tuple(PassInfo(p.name, p.contract.label, p.fired) for p in report.passes if p.fired),
-        created_with={"infc": keys.infc_version(), "torch": str(torch.__version__), "python": platform.python_version(), "compiler": toolchain},
+        created_with={"infc": keys.infc_version(), "torch": str(torch.__version__), "python": platform.python_version(),
+                      "compiler": toolchain},
         kv=tuple(_kv_buffer(name, caches[name].meta["val"]) for name in graph.kv),
         kernels=tuple(store.kernels.values()), golden=GoldenInfo(GOLDEN, "max_abs", golden.bound))
 
@@ -224,18 +273,11 @@ def _replay(folder: Path, target: targets.Target) -> dict[str, Any]:
         return {"replayed": True, "read_gb_s": size / times[2], **msgspec.to_builtins(report)}
 
 
-def cache_folder() -> Path:
-    """Where compiled code is kept between compiles: $XDG_CACHE_HOME/infc, ~/.cache/infc."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "infc"
-
-
 def _machine(target: targets.Target) -> str:
     return "x86_64" if target.flags else platform.machine()
 
 
 def _kv_buffer(name: str, fake: torch.Tensor) -> KvBuffer:
-    from ..backends.program import DTYPES as NAMES
-
     heads, block, head_dim = (int(size) for size in fake.shape[1:])
     return KvBuffer(name, NAMES[fake.dtype], heads * block * head_dim * fake.element_size())
 
@@ -255,19 +297,14 @@ def _coverage(placement: Placement) -> dict[str, Any]:
     return {"steps": units, "refused": {n: why for n, why in placement.refused.items() if "cpu" in why and "loops" in why}}
 
 
-def _predict(programs: list[Program], manifest: Manifest, verified: dict[str, Any]) -> dict[str, float]:
+def _predict(program: Program, manifest: Manifest, verified: dict[str, Any]) -> dict[str, float]:
     """Decode time of one sequence at the bandwidth measured while verifying; nothing where the target is another machine."""
     if "read_gb_s" not in verified:
         return {}
     context = 256
-    moved = decode_bytes(programs[0], sum(kv.block_bytes for kv in manifest.kv) // BLOCK, context)
+    moved = decode_bytes(program, sum(kv.block_bytes for kv in manifest.kv) // BLOCK, context)
     seconds = moved / (verified["read_gb_s"] * 1e9)
     return {"context": context, "bytes": moved, "read_gb_s": verified["read_gb_s"], "decode_ms": seconds * 1e3, "decode_tok_s": 1 / seconds}
-
-
-def _file_name(graph: Graph) -> str:
-    kept = "".join(c if c.isalnum() or c in "-_." else "-" for c in str(graph.meta["name"]))
-    return kept.strip("-.") or "model"
 
 
 def _size(path: Path) -> int:

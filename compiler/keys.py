@@ -11,7 +11,8 @@ import msgspec
 from .ir import Graph, content_key
 
 PACKAGE = __package__.rpartition(".")[0]              # "infc"
-_UNKEYED = {"dump", "force", "target"}
+FOLDERS = ("compiler", "frontends", "ops", "passes", "backends", "cpu", "kernels", "runtime", "models")
+_UNKEYED = {"dump", "force", "reuse", "target"}
 """Options that change where things go, not what is made; the target's instruction set is keyed instead of its alias."""
 
 
@@ -31,7 +32,7 @@ def sources() -> str:
 
     def walk(folder: Any, path: str) -> None:
         for entry in folder.iterdir():
-            if entry.is_dir() and entry.name in ("compiler", "passes", "backends", "runtime", "models", "frontends", "ops", "cpu", "kernels"):
+            if entry.is_dir() and entry.name in FOLDERS:
                 walk(entry, f"{path}{entry.name}/")
             elif entry.name.endswith((".py", ".h", ".toml")):
                 found.append((path + entry.name, entry.read_bytes()))
@@ -44,10 +45,26 @@ def infc_version() -> str:
     return metadata.version(PACKAGE)
 
 
+def request(model: str, options: Any, isa: str, toolchain: str) -> str:
+    """The key of a compile before it runs: the model's content, our sources, every library that takes part, the options."""
+    libraries = [f"{name} {_installed(name)}" for name in ("torch", "numpy", "transformers", "gguf", "tokenizers", "safetensors")]
+    return digest([model, sources(), isa, toolchain, *libraries, *_chosen(options)])
+
+
+def _installed(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def _chosen(options: Any) -> list[str]:
+    return [part for f in fields(options) if f.name not in _UNKEYED for part in (f.name, str(getattr(options, f.name)))]
+
+
 def version(graph: Graph, programs: Sequence[msgspec.Struct], options: Any, isa: str, toolchain: str) -> str:
     """The artifact's key: final graph and weights, programs, our sources, the toolchain, torch, the target, the options."""
-    chosen = [(f.name, str(getattr(options, f.name))) for f in fields(options) if f.name not in _UNKEYED]
     return digest([
         content_key(graph), *(msgspec.json.encode(program) for program in programs), sources(), isa, toolchain,
-        metadata.version("torch"), *(part for pair in chosen for part in pair),
+        metadata.version("torch"), *_chosen(options),
     ])

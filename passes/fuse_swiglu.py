@@ -33,19 +33,20 @@ class Gated:
 def run(graph: Graph, report: Report) -> int:
     layout, fired = Layout(graph), 0
     for gated in [found for node in graph.nodes if (found := _gated(node))]:
-        whole = _whole(gated)
-        if whole is None:
-            if gated.gate.target in LINEARS and gated.up.target in LINEARS:
-                report.refuse(gated.node, "gate and up are two products that merge_projections did not merge")
+        found = _whole(layout, gated)
+        if found is None:
+            apart = gated.gate.target in LINEARS and gated.up.target in LINEARS
+            report.refuse(gated.node, "gate and up are two products that merge_projections did not merge" if apart
+                          else "gate and up are not all columns of one value")
             continue
-        order = _column_order(layout, gated, whole)
-        reason = "gate and up are not all columns of one value" if order is None else _objection(graph, gated, whole, order)
+        whole, order = found
+        reason = _objection(graph, gated, whole, order)
         if reason:
             report.refuse(gated.node, reason)
             continue
         if not report.may_fire():
             break
-        _fuse(graph, gated, whole, order, report)           # type: ignore[arg-type]
+        _fuse(graph, gated, whole, order, report)
         fired += 1
     return fired
 
@@ -65,14 +66,19 @@ def _activation(node: Any) -> str | None:
     return {"none": "gelu", "tanh": "gelu_tanh"}[arguments(node)[1]] if node.target is aten.gelu.default else None
 
 
-def _whole(gated: Gated) -> fx.Node | None:
-    """The nearest value that both gate and up are parts of."""
+def _whole(layout: Layout, gated: Gated) -> tuple[fx.Node, Tensor] | None:
+    """(the nearest value whose columns are gate and up, the columns that are gate and then those that are up)."""
     above = set(sources(gated.up))
-    return next((n for n in sources(gated.gate) if n in above and isinstance(n.meta["val"], Tensor)), None)
+    for node in sources(gated.gate):
+        if node in above and isinstance(node.meta["val"], Tensor):
+            order = _column_order(layout, gated, node)
+            if order is not None:
+                return node, order
+    return None
 
 
 def _column_order(layout: Layout, gated: Gated, whole: fx.Node) -> Tensor | None:
-    """The columns of `whole` that are gate, then those that are up; None where these are not all of them, each once."""
+    """None where gate and up are not all columns of `whole`, each once."""
     numbers = layout.numbered(whole)
     try:
         parts = [layout.run(n, {whole: numbers}) for n in (gated.gate, gated.up)]

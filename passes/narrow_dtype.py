@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 from torch.utils._pytree import tree_map
 
 from ..compiler.errors import CheckFailed
@@ -122,7 +123,7 @@ def _absorb(cast: fx.Node) -> None:
     if list(node.users) == [reader] and node.target is operator.getitem and node.args[1] == 0:
         first = node.args[0]
         if first.target is infc.add_rms_norm.default and sum(u.args[1] == 0 for u in first.users) == 1: node, reader = first, None
-    known = node.op == "call_function" and any(a.name == "out_dtype" for a in getattr(node.target, "_schema").arguments)  # noqa: B009
+    known = isinstance(node.target, OpOverload) and any(a.name == "out_dtype" for a in node.target._schema.arguments)
     if not known or (reader is not None and list(node.users) != [reader]):
         return
     _set(node, out_dtype=NARROW)
@@ -193,7 +194,7 @@ def _run_eager_bf16(graph: Graph, sample: tuple[Tensor, ...], narrow: set[str]) 
         result = node.target(*args, **kwargs)               # type: ignore[operator]
         if node not in active:
             return result
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
             for found, value in zip(node.target._schema.arguments, args, strict=False):
                 if found.is_write: value.copy_(_rounded(value))
         return tree_map(_rounded, result)

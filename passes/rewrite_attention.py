@@ -17,7 +17,7 @@ SDPA = aten.scaled_dot_product_attention.default
 SOFTMAX = (aten.softmax.int, aten._softmax.default)
 CASTS = (aten._to_copy.default, aten.to.dtype, aten.type_as.default, aten.clone.default, aten.contiguous.default)
 FILLS = (aten.masked_fill.Scalar, aten.masked_fill.Tensor)
-WHERES = (aten.where.self, aten.where.ScalarOther)
+WHERES = (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
 PRODUCTS = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
 
 NOTE_EMPTY_ROWS = "rewrite_attention: a row whose keys are all masked gave NaN as softmax-matmul and gives 0 as infc::attention"
@@ -91,7 +91,7 @@ def _from_softmax(graph: Graph, node: fx.Node) -> Call | None:
     scores, dim = node.args[:2]
     site, path = _weighted_sum(node)
     if site is None or dim not in (-1, node.meta["val"].dim() - 1): return None
-    call = Call(site, node, node, site.args[1], path=path)                    # type: ignore[arg-type]
+    call = Call(site, node, node, site.args[1], path=[*path])               # type: ignore[arg-type]
     product = _peel(graph, scores, call)
     if product is None: return None
     call.q, call.k = product.args[:2]                                         # type: ignore[assignment]

@@ -208,3 +208,19 @@ def write(
     from .writer import write_artifact  # only the compiler writes
 
     return write_artifact(Path(path), parts, force, check)
+
+
+def copy(
+    source: str | os.PathLike[str], path: str | os.PathLike[str], force: bool = False, check: Callable[[Path], object] | None = None,
+) -> None:
+    """Copy an artifact's folder to `path`, in one step like `write`."""
+    from .writer import copy_artifact
+
+    copy_artifact(Path(source), Path(path), force, check)
+
+
+def refuse_existing(path: str | os.PathLike[str], force: bool) -> None:
+    """Raise RuntimeFault where `write` would: something is at `path` that it must not replace."""
+    from .writer import refuse_existing as refuse
+
+    refuse(Path(path), force)

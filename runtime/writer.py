@@ -37,30 +37,50 @@ def write_artifact(path: Path, parts: Parts, force: bool, check: Callable[[Path]
     """Write `parts` to `path`. With `force` an artifact that is there is replaced in one step.
 
     `check` sees the finished artifact before it gets its name: what it raises, leaves nothing behind.
-
     Raises RuntimeFault: something is there (and not `force`, or it is no artifact), the disk is full, no permission.
     """
-    _refuse_existing(path, force)
+    size = sum(memoryview(t.data).nbytes for t in parts.weights.values())
+    with _publishing(path, force, size) as folder:
+        manifest = _fill(folder, parts)
+        if check is not None:
+            check(folder)
+    return manifest
+
+
+def copy_artifact(source: Path, path: Path, force: bool, check: Callable[[Path], object] | None = None) -> None:
+    """Copy the artifact folder `source` to `path`; the rest as `write_artifact`."""
+    files = [file for file in source.rglob("*") if file.is_file()]
+    with _publishing(path, force, sum(file.stat().st_size for file in files)) as folder:
+        for file in files:
+            target = folder / file.relative_to(source)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, target)
+            with target.open("rb") as copied:
+                os.fsync(copied.fileno())
+        for inner in {folder, *(folder / file.relative_to(source).parent for file in files)}:
+            _sync_folder(inner)
+        if check is not None:
+            check(folder)
+
+
+@contextlib.contextmanager
+def _publishing(path: Path, force: bool, size: int) -> Iterator[Path]:
+    """A folder to fill, which gets the name `path` at the end; nothing is left of it after an exception."""
+    refuse_existing(path, force)
     if not path.absolute().parent.is_dir():
         raise RuntimeFault(f"{path}: the folder {path.absolute().parent} does not exist")
     _remove_leftovers(path)
     try:
         with _partial(path) as folder:
-            manifest = _fill(folder, parts)
-            if check is not None:
-                check(folder)
+            yield folder
             _publish(folder, path, force)
     except OSError as error:
         if error.errno in _FULL:
-            size = sum(memoryview(t.data).nbytes for t in parts.weights.values())
-            raise RuntimeFault(
-                f"{path}: no space left on the device (about {size >> 20} MiB are needed); nothing was written"
-            ) from error
+            raise RuntimeFault(f"{path}: no space left on the device (about {size >> 20} MiB are needed); nothing was written") from error
         raise RuntimeFault(f"{path}: cannot be written ({error.strerror}); nothing was written") from error
-    return manifest
 
 
-def _refuse_existing(path: Path, force: bool) -> None:
+def refuse_existing(path: Path, force: bool) -> None:
     if not os.path.lexists(path):
         return
     if not force:
@@ -196,7 +216,7 @@ def _publish(folder: Path, path: Path, force: bool) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise
-        _refuse_existing(path, force)  # another process was faster
+        refuse_existing(path, force)  # another process was faster
         _exchange(folder, path)
     _sync_folder(path.absolute().parent)
 

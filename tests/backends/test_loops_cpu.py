@@ -82,7 +82,7 @@ REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_reductions_over_odd_lengths(dtype):
-    widths = (1, 3, 31, 33, 1023)
+    widths = (1, 31, 1023)
     cases, inputs = [], []
     for fn in REDUCTIONS.values():
         for width in widths:

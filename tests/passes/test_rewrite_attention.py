@@ -167,8 +167,9 @@ def test_every_head_expansion_is_undone(expansion, canonical):
 
 
 def test_grouped_sdpa_and_a_broadcast_head():
-    graph, _, _ = rewritten(lambda q, k, v: sdpa(q, k, v, is_causal=True, enable_gqa=True), *sample(2, 7))
-    assert (the_attention(graph)["k"].target, the_attention(graph)["mask"]) == ("y", "causal")
+    one = lambda q: sdpa(q, q[:, :KV], q[:, KV:2 * KV], is_causal=True, enable_gqa=True)    # noqa: E731
+    graph, _, _ = rewritten(one, sample(2, 7)[0], dynamic=DYNAMIC[:1])
+    assert (the_attention(graph)["k"].meta["val"].shape[1], the_attention(graph)["mask"]) == (KV, "causal")
     for fn in (lambda q, k, v: sdpa(q, k.expand(-1, HEADS, -1, -1), v.expand(-1, HEADS, -1, -1)), sdpa):
         graph, _, _ = rewritten(fn, *sample(2, 7, kv=1))
         assert the_attention(graph)["k"].meta["val"].shape[1] == 1
@@ -217,7 +218,7 @@ def test_r02_is_causal_is_top_left_unless_square():
     fn = lambda q, k, v: sdpa(q, k, v, is_causal=True)                     # noqa: E731
     graph, _, _ = rewritten(fn, *sample(2, 2, 5, HEADS), dynamic=TWO)
     assert the_attention(graph)["mask"] == "causal_top_left"
-    graph, _, _ = rewritten(fn, *sample(2, 5, kv=HEADS))
+    graph, _, _ = rewritten(lambda q: fn(q, q, q), sample(2, 5)[0], dynamic=DYNAMIC[:1])
     assert the_attention(graph)["mask"] == "causal"
 
 

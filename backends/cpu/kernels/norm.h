@@ -1,31 +1,40 @@
-// RMSNorm, RMSNorm after the residual add, LayerNorm: a row is read once from memory, all sums in fp32.
+// RMSNorm, RMSNorm after the residual add, LayerNorm: a row is read once from memory.
 #pragma once
 #include "pool.h"
 #include "common.h"
 
 namespace infc {
 
-// sum over a row of f(16 values); four sums in flight hide the latency of the addition
-template <class X, class F> INFC_INLINE float row_sum(const X* x, int64_t n, F f) {
+// sum over a row of f(16 values): fp32 in 64 chains (four vectors hide the latency of the addition), those added in fp64
+template <class X, class F> INFC_INLINE double row_sum(const X* x, int64_t n, F f) {
     f32x16 s[4] = {};
     int64_t c = 0;
     for (; c + 64 <= n; c += 64)
         for (int i = 0; i < 4; i++) s[i] = s[i] + f(load16(x + c + 16 * i));
     for (; c + 16 <= n; c += 16) s[0] = s[0] + f(load16(x + c));
-    float sum = reduce_add((s[0] + s[1]) + (s[2] + s[3]));
-    if (c < n) {                                         // the lanes past the end hold 0; f(0) may not be 0
-        float v[16];
-        store16(v, f(load_some(x + c, n - c)));
-        for (int64_t i = 0; i < n - c; i++) sum += v[i];
+    float lanes[16], rest[16];
+    store16(lanes, (s[0] + s[1]) + (s[2] + s[3]));
+    double sum[4] = {};
+    for (int i = 0; i < 16; i++) sum[i % 4] += double(lanes[i]);
+    if (c < n) {                                         // past the end f would see zeros, and f(0) may not be 0
+        store16(rest, f(load_some(x + c, n - c)));
+        for (int64_t i = 0; i < n - c; i++) sum[i % 4] += double(rest[i]);
     }
-    return sum;
+    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
+// a factor in two parts: x * factor is rounded once, as if the factor were exact
+struct Factor {
+    f32x16 hi, lo;
+    explicit Factor(double f) : hi(splat(float(f))), lo(splat(float(f - double(float(f))))) {}
+    INFC_INLINE f32x16 times(f32x16 x) const { return fma(x, hi, x * lo); }
+};
+
 template <class X, class W, class Y> INFC_INLINE void rms_norm_row(const X* x, const W* w, Y* y, int64_t n, float eps) {
-    double mean_square = double(row_sum(x, n, [](f32x16 v) { return v * v; })) / double(n);
-    float scale = float(1.0 / __builtin_sqrt(mean_square + double(eps)));              // rounded once
+    double mean_square = row_sum(x, n, [](f32x16 v) { return v * v; }) / double(n);
+    const Factor scale(1.0 / __builtin_sqrt(mean_square + double(eps)));
     for (int64_t c = 0; c < n; c += 16)
-        store_some(y + c, load_some(x + c, n - c) * splat(scale) * load_some(w + c, n - c), n - c);
+        store_some(y + c, scale.times(load_some(x + c, n - c)) * load_some(w + c, n - c), n - c);
 }
 
 template <class X, class W, class Y>
@@ -48,25 +57,32 @@ void add_rms_norm(const infc_run* r, int64_t rows, int64_t n, float eps, const v
     }
 }
 
-// two passes for the variance: sum of squares minus square of the sum would cancel
+// sum over a row of f(value) in sixteen fp64 chains
+template <class X, class F> INFC_INLINE double wide_sum(const X* x, int64_t n, F f) {
+    double lane[16] = {};
+    int64_t c = 0;
+    for (; c + 16 <= n; c += 16)
+        for (int i = 0; i < 16; i++) lane[i] += f(double(to_f32(x[c + i])));
+    for (; c < n; c++) lane[c % 16] += f(double(to_f32(x[c])));
+    double sum = 0;
+    for (double v : lane) sum += v;
+    return sum;
+}
+
+// All in fp64, rounded once: in fp32 the product and the bias may cancel and leave several ulp of error. Two passes for the
+// variance: the sum of squares minus the square of the sum would cancel too. b may be null.
 template <class X, class W, class Y>
 void layer_norm(const infc_run* r, int64_t rows, int64_t n, float eps, const void* x, const void* w, const void* b, void* y) {
     Span mine = share(rows, r->thread, r->threads);
     for (int64_t i = mine.begin; i < mine.end; i++) {
         const X* row = static_cast<const X*>(x) + i * n;
-        f32x16 rough = splat(row_sum(row, n, [](f32x16 v) { return v; }) / float(n));   // off by some ulp of the sum: a second
-        double rest = double(row_sum(row, n, [rough](f32x16 v) { return v - rough; })) / double(n);  // look at what is left
-        float first;
-        memcpy(&first, &rough, 4);
-        double mean = double(first) + rest;
-        f32x16 hi = splat(float(mean)), lo = splat(float(mean - double(float(mean))));
-        auto centred = [&](f32x16 v) { return (v - hi) - lo; };
-        double var = double(row_sum(row, n, [&](f32x16 v) { return centred(v) * centred(v); })) / double(n);
-        f32x16 scale = splat(float(1.0 / __builtin_sqrt(var + double(eps))));
-        for (int64_t c = 0; c < n; c += 16) {
-            f32x16 v = centred(load_some(row + c, n - c)) * scale * load_some(static_cast<const W*>(w) + c, n - c);
-            if (b) v = v + load_some(static_cast<const W*>(b) + c, n - c);
-            store_some(static_cast<Y*>(y) + i * n + c, v, n - c);
+        const auto *by = static_cast<const W*>(w), *plus = static_cast<const W*>(b);
+        const double mean = wide_sum(row, n, [](double v) { return v; }) / double(n);
+        const double var = wide_sum(row, n, [mean](double v) { return (v - mean) * (v - mean); }) / double(n);
+        const double scale = 1.0 / __builtin_sqrt(var + double(eps));
+        for (int64_t c = 0; c < n; c++) {
+            double v = (double(to_f32(row[c])) - mean) * scale * double(to_f32(by[c]));
+            static_cast<Y*>(y)[i * n + c] = from_f32<Y>(float(b ? v + double(to_f32(plus[c])) : v));
         }
     }
 }
