@@ -50,20 +50,21 @@ class Columns:
             return None
         given, last = list(arguments(node)), val.dim() - 1
         target: Any = node.target
-        inner = given[0] if given else None
+        inner: Any = given[0] if given else None
         if target is aten.cat.default and step == 1 and given[1] in (-1, last) and _columns(given[0][0]) >= width:
             return self.take(given[0][0], 1, width)
         if target is aten.repeat_interleave.self_int and step == given[1] and given[2] in (-1, last):
             return self.take(given[0], 1, width)
         if target in VIEWS and _is_stack(inner, step):
-            return self.take(inner.args[0][0], 1, width)
+            return self.take(arguments(inner)[0][0], 1, width)
         if target is aten.slice.Tensor and given[1] in (-1, last):
             return self.take(inner, given[4] * step, width) if given[2] in (None, 0) else None
         args = self._arguments(target, node, last, step, width)
         return None if args is None or tuple(args) == node.args else self._emit(target, tuple(args), dict(node.kwargs), node)
 
     def _arguments(self, target: Any, node: fx.Node, last: int, step: int, width: int) -> list[Any] | None:
-        args, full = list(node.args), node.meta["val"].shape[-1]
+        args: list[Any] = list(node.args)
+        full = node.meta["val"].shape[-1]
         if target in LOOKUPS:
             table, rows = LOOKUPS[target]
             if args[table].meta["val"].dim() != 2 or (target is aten.index.Tensor and len(args[rows]) != 1):

@@ -42,7 +42,7 @@ class Layout:
         """The concrete stand-in of a size."""
         for symbol in sorted(symbols_of(size) - self._sizes.keys(), key=str):
             self._sizes[symbol] = SIZES[len(self._sizes) % len(SIZES)]
-        return int(expression(size).xreplace(self._sizes))
+        return int(expression(size).xreplace(self._sizes))  # type: ignore[arg-type]
 
     def numbered(self, node: fx.Node) -> Tensor:
         """1, 2, 3, ... in the shape of a node's value: from 1, so that a sign shows."""

@@ -59,7 +59,7 @@ def find(name: str) -> Target:
     if name == "cpu":
         return host()
     if name not in TARGETS:
-        raise UserError(f"unknown target {name!r}{nearest(name, ['cpu', *TARGETS])}; `infc targets` lists them")
+        raise UserError(f"unknown target {name!r}: {nearest(name, ('cpu', *TARGETS))}")
     return TARGETS[name]
 
 

@@ -262,7 +262,7 @@ class Tokens:
         val = self.captured[first]
         axes = given[place] if isinstance(given[place], list | tuple) else [given[place]]
         if node.target is aten.slice.Tensor and self._same_shape(node, first): return self.now[first]
-        mapped = [self._axis_now(node, val, axis % val.dim()) for axis in axes]
+        mapped = [self._axis_now(node, val, axis) for axis in axes]
         given[place] = mapped if isinstance(given[place], list | tuple) else mapped[0]
         if node.target is aten.cat.default: given[0] = [self.now[part] for part in given[0]]
         else: given[0] = self.now[first]
@@ -274,8 +274,10 @@ class Tokens:
         return all(same_size(a, b) for a, b in zip(self.captured[node].shape, self.captured[source].shape, strict=True))
 
     def _axis_now(self, node: fx.Node, val: Tensor, axis: int) -> int:
-        if axis not in self.others(val): raise Refused(f"{where(node)}: it works along the tokens")
-        return self.others(val).index(axis) + (self.token_dim(val) is not None)
+        """The number of an axis per token; counted from the end where it was."""
+        others, first = self.others(val), int(self.token_dim(val) is not None)
+        if axis % val.dim() not in others: raise Refused(f"{where(node)}: it works along the tokens")
+        return others.index(axis % val.dim()) + first - (first + len(others) if axis < 0 else 0)
 
     def _rope(self, node: fx.Node) -> fx.Node:
         q, k, cos, sin, style = node.args

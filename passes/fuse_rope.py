@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor, fx
 
@@ -71,7 +70,7 @@ def _rotation(layout: Layout, node: fx.Node) -> Rotation | None:
     if node.op != "call_function":
         return None
     found = _as_sum(layout, node) or _as_pairs(layout, node)
-    return _with_rest(layout, found) if found else None
+    return _with_rest(layout, found) if found and node.users else None
 
 
 def _as_sum(layout: Layout, node: fx.Node) -> Rotation | None:
@@ -98,14 +97,15 @@ def _as_sum(layout: Layout, node: fx.Node) -> Rotation | None:
 def _as_pairs(layout: Layout, node: fx.Node) -> Rotation | None:
     """a * cos - b * sin and b * cos + a * sin put back in the places of a and b, cos and sin at half width."""
     joined = next((n for n in sources(node) if n.target in (aten.cat.default, aten.stack.default)), None)
-    if joined is None or len(joined.args[0]) < 2 or not all(isinstance(n, fx.Node) for n in joined.args[0]):  # type: ignore
+    parts: Any = joined.args[0] if joined else ()
+    if len(parts) < 2:
         return None
-    first, second = joined.args[0][:2]                      # type: ignore[index]
+    first, second = parts[:2]
     if first.target is not aten.sub.Tensor or arguments(first)[2] != 1:
         return None
     for a, cos in _orders(first.args[0], aten.mul.Tensor):
         for b, sin in _orders(first.args[1], aten.mul.Tensor):
-            if not any({*p.args} == {b, cos} and {*q.args} == {a, sin} and p.target is q.target is aten.mul.Tensor
+            if not any(set(arguments(p)) == {b, cos} and set(arguments(q)) == {a, sin} and p.target is q.target is aten.mul.Tensor
                        for p, q in _orders(second, aten.add.Tensor)):
                 continue
             for x in (n for n in sources(a) if n in sources(b) and same_type(n.meta["val"], node.meta["val"])):
@@ -127,12 +127,11 @@ def _as_pairs(layout: Layout, node: fx.Node) -> Rotation | None:
 
 def _with_rest(layout: Layout, found: Rotation) -> Rotation:
     """Partial rotary width: x and the result with the channels that pass through, where they are put together again."""
-    user = next(iter(found.node.users), None)
-    if len(found.node.users) != 1 or user is None or user.target is not aten.cat.default or len(user.args[0]) != 2:  # type: ignore
+    user = next(iter(found.node.users))
+    parts: Any = user.args[0] if user.target is aten.cat.default else ()
+    if len(found.node.users) != 1 or len(parts) != 2 or parts[0] is not found.node:
         return found
-    rest = user.args[0][1]                                  # type: ignore[index]
-    if not isinstance(rest, fx.Node):
-        return found
+    rest = parts[1]
     above = set(sources(rest))
     for x in sources(found.x):
         if x in above and same_type(x.meta["val"], user.meta["val"]):
@@ -220,7 +219,7 @@ def _value(graph: Graph, node: fx.Node, limit: int, smallest: int) -> Tensor:
     generator = torch.Generator().manual_seed(limit + smallest)
     needed = probe.sources(node)
     symbols = sorted(symbols_of(*(n.meta["val"] for n in needed)), key=str)
-    sizes: probe.Sizes = {symbol: sympy.Integer(smallest + 2 * i) for i, symbol in enumerate(symbols)}
+    sizes: probe.Sizes = {symbol: smallest + 2 * i for i, symbol in enumerate(symbols)}
     given: dict[fx.Node, Tensor] = {}
     for n in needed:
         if n.op == "placeholder" and (weight := graph.weight(n)) is not None:

@@ -61,7 +61,8 @@ def _site(write: fx.Node) -> Site:
     ends = {name: sources(node)[-1] for name, node in (("q", rope.args[0]), ("k", rope.args[1]), ("v", v))}  # type: ignore[arg-type]
     for name, end in ends.items():
         if end.target not in (aten.linear.default, infc.linear.default):
-            raise Declined(f"{name} passes through {_named(end)} between its projection and {'the cache' if name == 'v' else 'the rotation'}")
+            goal = "cache" if name == "v" else "rotation"
+            raise Declined(f"{name} passes through {_named(end)} between its projection and the {goal}")
     if len(set(ends.values())) > 1:
         raise Declined(f"q, k and v come from several products: {', '.join(f'%{n.name}' for n in dict.fromkeys(ends.values()))}")
     return Site(write, attention, rope, ends["q"])

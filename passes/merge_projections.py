@@ -5,6 +5,7 @@ x is read once and the weights in one sweep; columns lie in the order q, k, v an
 import operator
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
@@ -43,12 +44,13 @@ def _groups(graph: Graph) -> Iterator[tuple[str, list[fx.Node]]]:
             yield "qkv", _of_one_x([_projection(value) for value in node.args[:3]])
         elif node.target is aten.mul.Tensor:
             for gated, up in (node.args, node.args[::-1]):
-                if isinstance(gated, fx.Node) and gated.target in ACTIVATIONS and _is_linear(gated.args[0]) and _is_linear(up):
-                    yield "gate_up", _of_one_x([gated.args[0], up])
+                gate = gated.args[0] if isinstance(gated, fx.Node) and gated.target in ACTIVATIONS else None
+                if _is_linear(gate) and _is_linear(up):
+                    yield "gate_up", _of_one_x([gate, up])
                     break
 
 
-def _is_linear(node: object) -> bool:
+def _is_linear(node: Any) -> TypeGuard[fx.Node]:
     return isinstance(node, fx.Node) and node.target in LINEARS and not any(arguments(node)[3:])
 
 
@@ -69,14 +71,14 @@ def _projection(value: fx.Node) -> fx.Node | None:
             continue
         inputs = node.all_input_nodes
         if node.target is operator.getitem and inputs[0].target is infc.rope.default:
-            inputs = [inputs[0].args[node.args[1]]]         # q' comes from q alone, k' from k alone
+            inputs = [arguments(inputs[0])[arguments(node)[1]]]    # q' comes from q alone, k' from k alone
         stack += [n for n in inputs if n not in seen]
         seen.update(inputs)
     return found[0] if len(found) == 1 and _is_linear(found[0]) else None
 
 
 def _objection(graph: Graph, members: list[fx.Node]) -> str | None:
-    weights, biases = [n.args[1] for n in members], [arguments(n)[2] for n in members]
+    weights, biases = ([arguments(n)[i] for n in members] for i in (1, 2))
     for node, weight in zip(members, weights, strict=True):
         if graph.weight(weight) is None:
             return f"%{weight.name} of %{node.name} is computed, not a weight"
@@ -95,10 +97,10 @@ def _objection(graph: Graph, members: list[fx.Node]) -> str | None:
 
 def _merge(graph: Graph, kind: str, members: list[fx.Node]) -> None:
     first = min(members)
-    operands = [first.args[0], _concatenated(graph, kind, [n.args[1] for n in members])]
+    operands: list[Any] = [first.args[0], _concatenated(graph, kind, [arguments(n)[1] for n in members])]
     if arguments(first)[2] is not None:
         operands.append(_concatenated(graph, kind, [arguments(n)[2] for n in members]))
-    merged = emit(graph, first.target, operands, like=first)
+    merged = emit(graph, first.target, operands, like=first)  # type: ignore[arg-type]
     merged.meta["origin"] = list(dict.fromkeys(path for n in members for path in n.meta.get("origin") or ()))
     start = 0
     for node in members:

@@ -1,83 +1,70 @@
-"""Small decoders for tests, (input_ids, position_ids) -> logits, captured as Graphs: layers with any mask, norm and head layout."""
-import math
-from collections.abc import Callable
-
+"""Tiny decoders for pass tests, captured and brought to any point of the pipeline."""
 import torch
 import torch.nn.functional as F
 from golden import trace
+from infc import passes
+from infc.compiler.frontends.samples import DecoderSamples
 from infc.compiler.ir import Graph
-from infc.compiler.pipeline import run_pipeline
-from infc.passes import load
+from infc.models.llama import Llama, LlamaConfig
 from torch import Tensor, nn
 
-VOCAB, WIDTH, HEADS, KV, HEAD = 61, 24, 4, 2, 8
+VOCABULARY = 48
 
 
-class Decoder(nn.Module):
-    """Embedding, `windows` layers (0: plain causal), tied head. `bias`: an additive mask from positions, say ALiBi."""
+def config(**changes) -> LlamaConfig:
+    """Two layers, 4 query heads on 2 kv heads."""
+    given = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "layers": 2, "q_heads": 4, "kv_heads": 2,
+             "head_dim": 8, "max_positions": 64} | changes
+    return LlamaConfig(**given)
 
-    def __init__(self, windows: tuple[int, ...] = (0, 0), bias: Callable[[Tensor, Tensor], Tensor] | None = None, softcap: float = 0.0,
-                 causal: bool = True, learned_positions: int = 0):
+
+def llama(**changes) -> Llama:
+    """A seeded Llama."""
+    torch.manual_seed(0)
+    return Llama(config(**changes)).eval()
+
+
+class OneLayer(nn.Module):
+    """Embedding, one attention with rotary positions, head. `heads` says how q, k, v [B,S,H,D] come out of one product."""
+
+    q_heads, kv_heads, head = 4, 2, 8
+
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.windows, self.bias, self.softcap, self.causal = windows, bias, softcap, causal
-        self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.places = nn.Embedding(learned_positions, WIDTH) if learned_positions else None
-        self.qkv = nn.ModuleList(nn.Linear(WIDTH, (HEADS + 2 * KV) * HEAD, bias=False) for _ in windows)
-        self.out = nn.ModuleList(nn.Linear(HEADS * HEAD, WIDTH) for _ in windows)
-        self.up = nn.ModuleList(nn.Linear(WIDTH, 2 * WIDTH) for _ in windows)
-        self.down = nn.ModuleList(nn.Linear(2 * WIDTH, WIDTH) for _ in windows)
-        self.norm = nn.Parameter(torch.rand(WIDTH) + 0.5)
+        width = (self.q_heads + 2 * self.kv_heads) * self.head
+        self.embed, self.qkv = nn.Embedding(VOCABULARY, 32), nn.Linear(32, width)
+        self.out = nn.Linear(self.q_heads * self.head, VOCABULARY)
+        self.register_buffer("inv_freq", torch.tensor([1.0, 0.3, 0.1, 0.03]))
+
+    def heads(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return y.unflatten(-1, (-1, self.head)).split((self.q_heads, self.kv_heads, self.kv_heads), 2)  # type: ignore[return-value]
+
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        angle = positions[:, None, :, None].float() * self.inv_freq
+        angle = torch.cat((angle, angle), -1)
+        a, b = x.chunk(2, -1)
+        return x * angle.cos() + torch.cat((-b, a), -1) * angle.sin()
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        x = self.embed(input_ids)
-        if self.places is not None: x = x + self.places(position_ids)
-        cos, sin = self.angles(position_ids)
-        for layer, window in enumerate(self.windows): x = self.layer(x, cos, sin, layer, window)
-        logits = F.linear(self.normed(x), self.embed.weight)
-        return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
-
-    def layer(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, window: int) -> Tensor:
-        batch, length, _ = x.shape
-        q, k, v = self.qkv[layer](self.normed(x)).view(batch, length, -1, HEAD).transpose(1, 2).split((HEADS, KV, KV), 1)
-        if self.places is None: q, k = self.turned(q, cos, sin), self.turned(k, cos, sin)
-        k, v = (t[:, :, None].expand(-1, -1, HEADS // KV, -1, -1).reshape(batch, HEADS, length, HEAD) for t in (k, v))
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask(length, window))
-        x = x + self.out[layer](y.transpose(1, 2).reshape(batch, length, -1))
-        return x + self.down[layer](F.gelu(self.up[layer](self.normed(x))))
-
-    def mask(self, length: int, window: int) -> Tensor:
-        i, j = torch.arange(length)[:, None], torch.arange(length)[None, :]
-        seen = (j <= i) if self.causal else (j < length) & (i < length)
-        if window: seen = seen & (i - j < window)
-        if self.bias is None: return seen
-        return torch.zeros(length, length).masked_fill(~seen, -math.inf) + self.bias(i, j)
-
-    def normed(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6) * self.norm
-
-    @staticmethod
-    def angles(position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        angle = position_ids[:, None, :, None].float() * (10.0 ** -torch.arange(HEAD // 2))
-        angle = torch.cat((angle, angle), -1)
-        return angle.cos(), angle.sin()
-
-    @staticmethod
-    def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        a, b = x.chunk(2, -1)
-        return x * cos + torch.cat((-b, a), -1) * sin
+        q, k, v = (t.transpose(1, 2) for t in self.heads(self.qkv(self.embed(input_ids))))
+        q, k = self.rotate(q, position_ids), self.rotate(k, position_ids)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.out(y.transpose(1, 2).flatten(2))
 
 
-def batch(rows: int, length: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Token ids and positions [rows, length]."""
-    ids = torch.randint(VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
-    return ids, torch.arange(length).repeat(rows, 1)
+def captured(model: nn.Module) -> Graph:
+    """The decoder's graph as a frontend gives it."""
+    ids, positions = torch.randint(VOCABULARY, (2, 7)), torch.arange(7).repeat(2, 1)
+    dims = {0: "B", 1: "S"}
+    graph = trace(model.eval(), ids, positions, dynamic=(dims, dims), names=("input_ids", "position_ids"))
+    graph.outputs, graph.sample_inputs = ["logits"], DecoderSamples(VOCABULARY, 64)
+    graph.meta = {"max_positions": 64, "vocab_size": VOCABULARY}
+    return graph
 
 
-def decoder(*passes: str, module: nn.Module | None = None, **settings: object) -> Graph:
-    """A captured Decoder after the named passes (canonicalize first)."""
-    graph = trace(module or Decoder(**settings), *batch(2, 7), dynamic=({0: "B", 1: "S"},) * 2, names=("input_ids", "position_ids"))  # type: ignore
-    graph.outputs, graph.meta = ["logits"], {"vocab_size": VOCAB, "max_positions": 128}
-    graph.sample_inputs = lambda: [batch(1, 5), batch(3, 2), batch(1, 1)]
-    run_pipeline(graph, [load(name) for name in ("canonicalize", *passes)], check="off")
+def before(graph: Graph, name: str) -> Graph:
+    """The graph after every pass that stands before `name` in the pipeline."""
+    for one in passes.PIPELINE[: passes.PIPELINE.index(name)]:
+        passes.load(one).apply(graph)
     return graph

@@ -3,8 +3,24 @@ import math
 
 import pytest
 import torch
-from infc.compiler.ops import add_rms_norm, aten, attention, by_name, infc, kv_write, layer_norm, linear, linear_swiglu, names
-from infc.compiler.ops import paged_attention, rms_norm, rope, rope_kv_write, sample, swiglu
+from infc.compiler.ops import (
+    add_rms_norm,
+    aten,
+    attention,
+    by_name,
+    infc,
+    kv_write,
+    layer_norm,
+    linear,
+    linear_swiglu,
+    names,
+    paged_attention,
+    rms_norm,
+    rope,
+    rope_kv_write,
+    sample,
+    swiglu,
+)
 from infc.compiler.ops.registry import arguments, cost_of
 from torch import Tensor, fx
 

@@ -87,7 +87,7 @@ def refuses(model: nn.Module, reason: str | None) -> None:
     graph = trace(model, X, dynamic=SIZES)
     before, report = text(graph), Report("fuse_swiglu")
     assert PASS.apply(graph, report) == 0 and text(graph) == before
-    assert reason is None and not report.refused or reason and any(reason in r for r in report.refused.values()), report.refused
+    assert (reason is None and not report.refused) or (reason and any(reason in r for r in report.refused.values())), report.refused
 
 
 def test_refuses_parts_that_are_not_halves():

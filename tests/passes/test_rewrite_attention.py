@@ -20,14 +20,15 @@ HEADS, KV, HEAD, SCALE = 6, 2, 8, 0.25
 DYNAMIC = ({0: "B", 2: "S"},) * 3
 
 
-def sample(batch: int, length: int, keys: int | None = None, kv: int = KV, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(seed)
+def sample(batch: int, length: int, keys: int | None = None, kv: int = KV, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(length)
     shapes = ((batch, HEADS, length, HEAD), *((batch, kv, keys or length, HEAD),) * 2)
     return tuple(torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
 
 
-def rewritten(fn: Callable[..., Tensor], *inputs: Tensor, dynamic=DYNAMIC, canonical: bool = True, others=None) -> tuple[Graph, Report, Graph]:
-    """(graph after the pass, its report, graph before); the contract is checked at several shapes."""
+def rewritten(fn: Callable[..., Tensor], *inputs: Tensor, dynamic=DYNAMIC, canonical: bool = True,
+              others: list | None = None) -> tuple[Graph, Report, Graph]:
+    """(graph after the pass, its report, graph before); the contract is checked on `inputs` and `others`."""
     graph = trace(fn, *inputs, dynamic=dynamic)
     if canonical: CANONICALIZE.apply(graph)
     before, report = graph.copy(), Report(PASS.name)

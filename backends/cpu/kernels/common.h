@@ -8,6 +8,8 @@
 #include <cstring>
 #if defined(__SSE2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #define INFC_INLINE inline __attribute__((always_inline))
@@ -118,7 +120,25 @@ INFC_INLINE i32x16 iota() {
     return load<i32x16>(lanes);
 }
 
-INFC_INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) { return a * b + c; }     // -ffp-contract=fast makes it one rounding
+// a * b + c, one rounding where the machine has it (INFC_FMA). Not left to contraction: a product used twice is not contracted.
+#if defined(__AVX512F__)
+#define INFC_FMA 1
+INFC_INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) { return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+#elif defined(__AVX2__) && defined(__FMA__)
+#define INFC_FMA 1
+INFC_INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
+    return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
+}
+#elif defined(__aarch64__)
+#define INFC_FMA 1
+INFC_INLINE float32x4_t fma(float32x4_t a, float32x4_t b, float32x4_t c) { return vfmaq_f32(c, a, b); }
+template <class H> INFC_INLINE Halves<H> fma(Halves<H> a, Halves<H> b, Halves<H> c) {
+    return {fma(a.lo, b.lo, c.lo), fma(a.hi, b.hi, c.hi)};
+}
+#else
+#define INFC_FMA 0
+INFC_INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) { return a * b + c; }
+#endif
 
 template <class V> INFC_INLINE V maximum(V a, V b) { return select(a > b, a, b); }     // b where either is NaN, as maxps
 #if defined(__AVX512F__)
@@ -201,31 +221,29 @@ template <class T> INFC_INLINE void store_some(T* p, f32x16 v, int64_t n) {
 }
 
 // ---- functions -------------------------------------------------------------------------------------------------------
-// 2**t, relative error 1.2e-7 (COARSE: 4e-6, enough where the result is rounded to bf16). 0 below 2**-126; NaN stays NaN.
-// Coefficients: FINE from Cephes exp2f; COARSE a minimax fit of degree 4 on [-0.5, 0.5], exact at 0.
-enum Precision { FINE, COARSE };
-template <Precision P = FINE> INFC_INLINE f32x16 exp2(f32x16 t) {
+// 2**t with a relative error of 4e-6, enough where the result is rounded to bf16; exact for whole t. 0 below 2**-126; NaN
+// stays NaN. Minimax polynomials of degree 4: on [0, 1), and exact at 0 on [-0.5, 0.5].
+INFC_INLINE f32x16 exp2_coarse(f32x16 t) {
+#if defined(__AVX512DQ__)
+    f32x16 f = (f32x16)_mm512_reduce_ps((__m512)t, 1);                 // t - floor(t); 0 for -inf
+    f32x16 p = splat(0.0134266843f);
+    p = fma(p, f, splat(0.0522424742f));
+    p = fma(p, f, splat(0.241280205f));
+    p = fma(p, f, splat(0.693044845f));
+    p = fma(p, f, splat(1.0f));
+    return (f32x16)_mm512_scalef_ps((__m512)p, (__m512)t);             // p * 2**floor(t)
+#else
     const f32x16 magic = splat(12582912.0f);                           // 1.5 * 2**23: adding it rounds to an integer
     f32x16 shifted = t + magic;
     f32x16 f = t - (shifted - magic);
-    f32x16 p;
-    if (P == FINE) {
-        p = splat(1.535336188319500e-4f);
-        p = fma(p, f, splat(1.339887440266574e-3f));
-        p = fma(p, f, splat(9.618437357674640e-3f));
-        p = fma(p, f, splat(5.550332471162809e-2f));
-        p = fma(p, f, splat(2.402264791363012e-1f));
-        p = fma(p, f, splat(6.931472028550421e-1f));
-        p = fma(p, f, splat(1.0f));
-    } else {
-        p = splat(9.78291e-3f);
-        p = fma(p, f, splat(5.597688e-2f));
-        p = fma(p, f, splat(2.4020711e-1f));
-        p = fma(p, f, splat(6.931136e-1f));
-        p = fma(p, f, splat(1.0f));
-    }
+    f32x16 p = splat(9.78291e-3f);
+    p = fma(p, f, splat(5.597688e-2f));
+    p = fma(p, f, splat(2.4020711e-1f));
+    p = fma(p, f, splat(6.931136e-1f));
+    p = fma(p, f, splat(1.0f));
     i32x16 scaled = cast<i32x16>(p) + (cast<i32x16>(shifted) << 23);
     return select(t < splat(-126.0f), splat(0.0f), cast<f32x16>(scaled));
+#endif
 }
 
 // e**x: the reduction keeps x - n ln 2 in two parts (Cody and Waite), so the error stays near one ulp for large |x| too.

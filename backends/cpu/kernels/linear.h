@@ -16,7 +16,7 @@ constexpr int64_t LHS_BYTES = 512 << 10;                 // x rows held at once:
 // x in panels, [chunk of k][row][LDA]. The sums of a chunk are closed and added up: short rounding chains. With chunks of 64
 // (fp32) and 128 (bf16) the error is 0.6x and 0.9x that of torch's own product (K = 576 and 1536, 1 to 513 rows).
 template <class T> struct Lhs {
-#if defined(__FMA__) || defined(__aarch64__)
+#if INFC_FMA
     static constexpr int64_t CHUNK_K = sizeof(T) == 4 ? 64 : 128;
 #else
     static constexpr int64_t CHUNK_K = sizeof(T) == 4 ? 16 : 128;      // a product of two fp32 is rounded too

@@ -23,18 +23,29 @@ template <class X, class F> INFC_INLINE double row_sum(const X* x, int64_t n, F 
     return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-// a factor in two parts: x * factor is rounded once, as if the factor were exact
-struct Factor {
+// x * w * scale, rounded once: x * w and scale are each kept in two parts
+struct Scaled {
+    double scale;
     f32x16 hi, lo;
-    explicit Factor(double f) : hi(splat(float(f))), lo(splat(float(f - double(float(f))))) {}
-    INFC_INLINE f32x16 times(f32x16 x) const { return fma(x, hi, x * lo); }
+    explicit Scaled(double s) : scale(s), hi(splat(float(s))), lo(splat(float(s - double(float(s))))) {}
+    INFC_INLINE f32x16 of(f32x16 x, f32x16 w) const {
+#if INFC_FMA
+        f32x16 product = x * w, rest = fma(x, w, -product);
+        return fma(product, hi, fma(rest, hi, product * lo));
+#else
+        float a[16], b[16];
+        store16(a, x), store16(b, w);
+        for (int i = 0; i < 16; i++) a[i] = float(double(a[i]) * double(b[i]) * scale);
+        return load16(a);
+#endif
+    }
 };
 
 template <class X, class W, class Y> INFC_INLINE void rms_norm_row(const X* x, const W* w, Y* y, int64_t n, float eps) {
     double mean_square = row_sum(x, n, [](f32x16 v) { return v * v; }) / double(n);
-    const Factor scale(1.0 / __builtin_sqrt(mean_square + double(eps)));
+    const Scaled scale(1.0 / __builtin_sqrt(mean_square + double(eps)));
     for (int64_t c = 0; c < n; c += 16)
-        store_some(y + c, scale.times(load_some(x + c, n - c)) * load_some(w + c, n - c), n - c);
+        store_some(y + c, scale.of(load_some(x + c, n - c), load_some(w + c, n - c)), n - c);
 }
 
 template <class X, class W, class Y>

@@ -57,9 +57,9 @@ template <class T> struct Shape {
 #if defined(__AVX512F__)
     static constexpr int ROWS = Dot<T>::A == 1 ? 14 : 12, VECS = 2;    // 28 sums + 2 weights (+ 2 halves and a broadcast)
 #elif defined(__AVX2__)
-    static constexpr int ROWS = 5, VECS = 1;                           // 10 + 4 of 16 registers
+    static constexpr int ROWS = Dot<T>::A == 1 ? 6 : 4, VECS = 1;      // 12 + 2 + 1 of 16 registers, 8 + 4 + 2
 #elif defined(__aarch64__)
-    static constexpr int ROWS = 5, VECS = 1;                           // 20 + 8 of 32
+    static constexpr int ROWS = Dot<T>::A == 1 ? 6 : 4, VECS = 1;      // 24 + 4 + 1 of 32 registers, 16 + 8 + 2
 #else
     static constexpr int ROWS = 2, VECS = 1;
 #endif

@@ -1,0 +1,131 @@
+"""narrow_dtype: bf16 weights, product inputs and caches; fp32 sums; no further from fp32 than eager bf16."""
+import pytest
+import torch
+from decoders import before, captured, llama
+from golden import filecheck, trace
+from infc.compiler.errors import CheckFailed
+from infc.compiler.ir import fake_propagate, text, verify
+from infc.compiler.rewrite import Report
+from infc.passes import fuse_linear_epilogue, narrow_dtype
+from torch import nn
+
+PASS = narrow_dtype.PASS
+
+
+def step(**changes):
+    return before(captured(llama(**changes)), "narrow_dtype")
+
+
+def test_narrows_a_step_graph():
+    graph = step()
+    assert PASS.apply(graph) == 2 * 4 + 1 + 2                                     # weights of 2 layers, the tied one, 2 attentions
+    verify(graph)
+    fake_propagate(graph)
+    filecheck(graph, r"""
+    CHECK:      [[E:%\w+]]: bf16[48,32] = weight
+    CHECK:      %k_cache_0: bf16[P,2,32,8] = kv
+    CHECK:      [[X:%\w+]]: bf16[T,32] = aten.embedding([[E]],
+    CHECK-NEXT: [[H:%\w+]]: f32[T,32] = aten._to_copy([[X]], dtype=f32)
+    CHECK:      [[N:%\w+]]: bf16[T,32] = infc.rms_norm([[H]],
+    CHECK-NEXT: [[Y:%\w+]]: f32[T,64] = infc.linear([[N]], {{.*}}, out_dtype=f32)
+    CHECK-NEXT: [[Q:%\w+]]: bf16[T,4,8] = infc.rope_kv_write([[Y]], {{.*}}, out_dtype=bf16)
+    CHECK-NEXT: [[A:%\w+]]: bf16[T,32] = infc.paged_attention([[Q]], {{.*}}, out_dtype=bf16)
+    CHECK-NEXT: [[O:%\w+]]: f32[T,32] = infc.linear([[A]], {{.*}}, None, [[H]], out_dtype=f32)
+    CHECK-NEXT: [[M:%\w+]]: bf16[T,32] = infc.rms_norm([[O]],
+    CHECK-NEXT: [[G:%\w+]]: bf16[T,48] = infc.linear_swiglu([[M]], {{.*}}, out_dtype=bf16)
+    CHECK-NEXT: [[D:%\w+]]: f32[T,32] = infc.linear([[G]], {{.*}}, None, [[O]], out_dtype=f32)
+    CHECK:      [[L:%\w+]]: f32[R,48] = infc.linear(%{{\w+}}, [[E]], out_dtype=f32)
+    CHECK-NEXT: infc.sample([[L]],
+    CHECK-NOT:  dtype=bf16)
+    """)
+    assert PASS.apply(graph) == 0
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_keeps_its_bound(tied):
+    was = step(tied=tied)
+    graph = was.copy()
+    PASS.apply(graph)
+    ours, eager = narrow_dtype.divergences(was, graph)
+    assert 0 < ours <= eager
+    assert narrow_dtype.check(was, graph) == ours
+    assert all(graph.weights[n].dtype == torch.bfloat16 for n in graph.weights if graph.weights[n].dim() == 2)
+
+
+def test_the_bound_catches_coarser_weights():
+    was = step()
+    graph = was.copy()
+    PASS.apply(graph)
+    graph.weights = {n: (w * 64).round() / 64 if w.dtype == torch.bfloat16 else w for n, w in graph.weights.items()}
+    with pytest.raises(CheckFailed, match="KL to fp32"):
+        narrow_dtype.check(was, graph)
+
+
+def test_other_readers_get_a_cast_not_a_narrow_value():
+    class Branch(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 8)
+
+        def forward(self, x):
+            y = self.a(x)
+            return self.b(y), y                                                   # y is returned: it stays fp32
+
+    graph = trace(Branch(), torch.randn(2, 16), dynamic=({0: "B"},))
+    fuse_linear_epilogue.PASS.apply(graph)
+    assert PASS.apply(graph) == 2
+    filecheck(graph, r"""
+    CHECK:      [[Y:%\w+]]: f32[B,16] = infc.linear(
+    CHECK-NEXT: [[N:%\w+]]: bf16[B,16] = aten._to_copy([[Y]], dtype=bf16)
+    CHECK-NEXT: [[Z:%\w+]]: f32[B,8] = infc.linear([[N]],
+    CHECK-NEXT: return [[Z]], [[Y]]
+    """)
+
+
+def test_one_cast_serves_all_products():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 8)
+
+        def forward(self, x):
+            return self.a(x), self.b(x)
+
+    graph = trace(Two(), torch.randn(2, 16))
+    fuse_linear_epilogue.PASS.apply(graph)
+    PASS.apply(graph)
+    assert text(graph).count("aten._to_copy") == 1
+
+
+def test_refuses_a_weight_that_others_read():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(16, 16, bias=False)
+
+        def forward(self, x):
+            return self.a(x) + self.a.weight.sum()
+
+    graph = trace(Shared(), torch.randn(2, 16))
+    fuse_linear_epilogue.PASS.apply(graph)
+    written, report = text(graph), Report("narrow_dtype")
+    assert PASS.apply(graph, report) == 0 and text(graph) == written
+    assert "used by" in "".join(report.refused.values())
+
+
+def test_does_nothing_where_fp32_was_asked_for():
+    graph = step()
+    written = text(graph)
+    assert PASS.apply(graph, Report("narrow_dtype", options={"dtype": "fp32"})) == 0 and text(graph) == written
+
+
+def test_every_prefix_of_its_rewrites_runs():
+    was = step(layers=1)
+    for budget in range(1, 7):
+        graph = was.copy()
+        assert PASS.apply(graph, Report("narrow_dtype", budget=budget)) == min(budget, 6)
+        verify(graph)
+        fake_propagate(graph)
+        for sample in graph.sample_inputs():
+            graph.run(*[t.clone().to(graph.placeholders[n].meta["val"].dtype)
+                        for n, t in zip(graph.inputs + graph.kv, sample, strict=True)])
