@@ -25,7 +25,7 @@ class Unknown(Exception):
 def concrete(value: object, sizes: Sizes) -> int | float | bool:
     """A size (or a number computed from sizes) at these sizes. Unknown when a symbol is missing."""
     if not isinstance(value, SymInt | SymFloat | SymBool): return value  # type: ignore[return-value]
-    found: sympy.Expr = sympy.sympify(expression(value).xreplace(sizes))
+    found: Any = sympy.sympify(expression(value).xreplace(sizes))
     if found.free_symbols: raise Unknown(f"the size {found} is not known")
     if isinstance(value, SymBool): return bool(found)
     return int(found) if isinstance(value, SymInt) else float(found)

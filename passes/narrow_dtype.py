@@ -5,7 +5,7 @@ that makes it (its out_dtype) where nobody needs it wide, else by a cast; produc
 APPROXIMATE: next-token distributions may not be further (KL) from the fp32 graph's than those of eager bf16 PyTorch.
 """
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +48,7 @@ def run(graph: Graph, report: Report) -> int:
         fired += 1
     if fired:
         for cast in casts.values(): _absorb(cast)
-        if graph.sample_inputs is not None: graph.sample_inputs = NarrowCaches(graph.sample_inputs, len(graph.inputs))
+        if graph.sample_inputs is not None: graph.sample_inputs = SamplesAs(graph.sample_inputs, _dtypes(graph))
         fake_propagate(graph, accept_changes=True)
     return fired
 
@@ -132,20 +132,23 @@ def _absorb(cast: fx.Node) -> None:
 
 
 @dataclass(frozen=True)
-class NarrowCaches:
-    """The samples of the fp32 graph, their caches in bf16."""
+class SamplesAs:
+    """Another graph's samples, each tensor in the dtype it has here: caches became bf16."""
 
-    wide: Callable[..., Any]
-    inputs: int
+    samples: Callable[..., Any]
+    dtypes: tuple[torch.dtype, ...]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        found = self.wide(*args, **kwargs)
-        return [narrow_caches(s, self.inputs) for s in found] if isinstance(found, list) else narrow_caches(found, self.inputs)
+        found = self.samples(*args, **kwargs)
+        return [self.convert(s) for s in found] if isinstance(found, list) else self.convert(found)
+
+    def convert(self, sample: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return tuple(t.to(dtype) for t, dtype in zip(sample, self.dtypes, strict=True))
 
 
-def narrow_caches(sample: tuple[Tensor, ...], inputs: int) -> tuple[Tensor, ...]:
-    """The sample with its KV caches (what follows the inputs) in bf16."""
-    return (*sample[:inputs], *(t.to(NARROW) for t in sample[inputs:]))
+def _dtypes(graph: Graph) -> tuple[torch.dtype, ...]:
+    placeholders = graph.placeholders
+    return tuple(placeholders[name].meta["val"].dtype for name in graph.inputs + graph.kv)
 
 
 # ------------------------------------------------------------------------------------------------------------ the bound
@@ -164,10 +167,10 @@ def divergences(before: Graph, after: Graph) -> tuple[float, float]:
         raise CheckFailed("the graph has no sample inputs to measure on")
     changed = {name for name, w in after.weights.items() if name in before.weights and w.dtype != before.weights[name].dtype}
     index = before.outputs.index("logits") if "logits" in before.outputs else len(before.outputs) - 1
-    ours, eager = [], []
+    ours, eager, here = [], [], SamplesAs(before.sample_inputs, _dtypes(after))
     for sample in before.sample_inputs():
         truth = before.run(*map(torch.clone, sample))[index]
-        ours.append(_divergence(truth, after.run(*map(torch.clone, narrow_caches(sample, len(before.inputs))))[index]))
+        ours.append(_divergence(truth, after.run(*map(torch.clone, here.convert(sample)))[index]))
         eager.append(_divergence(truth, _run_eager_bf16(before, sample, changed)[index]))
     return float(torch.cat(ours).mean()), float(torch.cat(eager).mean())
 

@@ -27,7 +27,7 @@ template <class C, int D> struct Attention {
     static constexpr int K = Dot<C>::K, A = Dot<C>::A;
     static constexpr int Q_LDA = D / K * A, P_LDA = int(CHUNK * PAGE) / K * A, VECS = Shape<C>::VECS;
     static constexpr int ROWS = Shape<C>::ROWS > 12 ? 12 : Shape<C>::ROWS;
-    static constexpr Precision EXP = sizeof(C) == 2 ? COARSE : FINE;
+    static constexpr bool FINE = sizeof(C) == 4;                       // else probabilities are rounded to bf16
     static constexpr int64_t PAGE_BYTES = PAGE * D * sizeof(C);
 
     // one call: the pages of a chunk, and how many of their tokens any row of the block may see
@@ -37,16 +37,21 @@ template <class C, int D> struct Attention {
         float scale, cap;                                // cap 0: none
 
         // exp(scale * (x - m)). The fine form rounds where the reference does (x - m is often exact, a scale of 1/8 always
-        // is); the coarse form folds log2(e) into one multiply-add: p is rounded to bf16 anyway.
-        INFC_INLINE f32x16 term(f32x16 x, float m) const {
+        // is); the coarse form folds log2(e) into one multiply-add.
+        INFC_INLINE f32x16 term(f32x16 x, f32x16 m) const {
             const float by = cap != 0 ? 1.0f : scale;
-            if (EXP == FINE) return exp((x - splat(m)) * splat(by));
-            return exp2<COARSE>(fma(x, splat(by * LOG2E), splat(-m * (by * LOG2E))));
+            if (FINE) return exp((x - m) * splat(by));
+            return exp2_coarse(fma(x, splat(by * LOG2E), -m * splat(by * LOG2E)));
         }
+        INFC_INLINE f32x16 capped(f32x16 x) const { return cap == 0 ? x : splat(cap) * tanh(x * splat(scale) / splat(cap)); }
     };
-    static INFC_INLINE float finite(float m) { return m == -__builtin_inff() ? 0.0f : m; }     // nothing seen yet: terms are 0
+    static INFC_INLINE f32x16 finite(f32x16 m) {                       // of a row that has seen nothing: its terms are 0
+        return select(m == splat(-__builtin_inff()), splat(0.0f), m);
+    }
 
-    template <int R, int V> static INFC_INLINE void scores(const L* q, const Chunk& c, int v0, float (*s)[CHUNK * PAGE]) {
+    // q @ K.T of a chunk, and each row's largest scores
+    template <int R, int V>
+    static INFC_INLINE void scores(const L* q, const Chunk& c, int v0, float (*s)[CHUNK * PAGE], f32x16* top) {
         for (int64_t j = 0; j < c.pages; j++) {
             Tile<C, R, V, Q_LDA> tile;
             tile.zero();
@@ -54,7 +59,23 @@ template <class C, int D> struct Attention {
 #pragma GCC unroll 16
             for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-                for (int v = 0; v < V; v++) store16(&s[r][j * PAGE + (v0 + v) * 16], tile.total(r, v));
+                for (int v = 0; v < V; v++) {
+                    f32x16 x = tile.total(r, v);
+                    store16(&s[r][j * PAGE + (v0 + v) * 16], x);
+                    top[r] = maximum(x, top[r]);
+                }
+        }
+    }
+
+    // soft-cap, then what the row may not see becomes -inf; its largest score anew
+    static INFC_INLINE void limit(float* s, const Chunk& c, const Scale& scale, int64_t lo, int64_t hi, f32x16& top) {
+        top = splat(-__builtin_inff());
+        for (int64_t i = 0; i < c.pages * PAGE; i += 16) {
+            i32x16 at = iota() + splat_i32(int32_t(c.first_token + i));
+            auto seen = (at < splat_i32(int32_t(hi))) & (at >= splat_i32(int32_t(lo)));
+            f32x16 x = select(seen, scale.capped(load16(s + i)), splat(-__builtin_inff()));
+            store16(s + i, x);
+            top = maximum(x, top);
         }
     }
 
@@ -83,49 +104,37 @@ template <class C, int D> struct Attention {
             }
     }
 
-    // a row's scores -> probabilities (in the panel p), its maximum and sum brought up to date; returns what o shrinks by
-    static INFC_INLINE float soften(float* s, L* p, const Chunk& c, const Scale& scale, bool masked, int64_t lo, int64_t hi,
-                                    float& m, f32x16& l) {
-        const int64_t n = c.pages * PAGE;
-        const f32x16 low = splat(-__builtin_inff());
-        f32x16 top = low;
-        for (int64_t i = 0; i < n; i += 16) {
-            f32x16 x = load16(s + i);
-            if (scale.cap != 0) x = splat(scale.cap) * tanh(x * splat(scale.scale) / splat(scale.cap));
-            if (masked) {
-                i32x16 at = iota() + splat_i32(int32_t(c.first_token + i));
-                x = select((at < splat_i32(int32_t(hi))) & (at >= splat_i32(int32_t(lo))), x, low);
-            }
-            if (masked || scale.cap != 0) store16(s + i, x);
-            top = maximum(x, top);
-        }
-        float peak = reduce_max(top), now = m > peak ? m : peak, base = finite(now);
-        float alpha[16];
-        store16(alpha, scale.term(splat(m), base));
-        f32x16 sum = l * splat(alpha[0]);
-        auto* out = reinterpret_cast<typename Panel<C>::type*>(p);
-        for (int64_t i = 0; i < n; i += 16) {
-            f32x16 e = scale.term(load16(s + i), base);
-            sum = sum + e;
-            store16(out + i, e);
-        }
-        m = now, l = sum;
-        return alpha[0];
-    }
-
     template <int R>
     static __attribute__((noinline)) void tile_chunk(const L* q, const Chunk& c, const Scale& scale, const Mask& mask,
                                                      int64_t row, int64_t live, float* m, f32x16* l, float (*o)[D]) {
         alignas(64) float s[R][CHUNK * PAGE];
         alignas(64) L p[R * P_LDA];
-        float alpha[R];
-        for (int v0 = 0; v0 < 2; v0 += VECS) scores<R, VECS>(q, c, v0, s);
+        alignas(64) float peak[16], base[16], alpha[16];               // of all rows at once
+        f32x16 top[R];
+        for (int i = 0; i < R; i++) top[i] = splat(-__builtin_inff());
+        for (int v0 = 0; v0 < 2; v0 += VECS) scores<R, VECS>(q, c, v0, s, top);
         for (int i = 0; i < R; i++) {
             int64_t at = i < live ? i : live - 1;                      // rows past the last repeat it
             int64_t pos = mask.first_pos + (mask.first_row + row + at) / mask.group;
             int64_t lo = mask.window > 0 && pos - mask.window + 1 > 0 ? pos - mask.window + 1 : 0;
-            bool masked = pos + 1 < c.first_token + c.pages * PAGE || lo > c.first_token;
-            alpha[i] = soften(s[i], p + i * P_LDA, c, scale, masked, lo, pos + 1, m[i], l[i]);
+            if (pos + 1 < c.first_token + c.pages * PAGE || lo > c.first_token || scale.cap != 0) limit(s[i], c, scale, lo, pos + 1, top[i]);
+            peak[i] = reduce_max(top[i]);
+        }
+        for (int i = R; i < 16; i++) peak[i] = 0;
+        f32x16 old = load_some(m, R), now = maximum(old, load16(peak)), from = finite(now);
+        store_some(m, now, R);
+        store16(base, from);
+        store16(alpha, scale.term(old, from));
+        auto* out = reinterpret_cast<typename Panel<C>::type*>(p);
+        for (int i = 0; i < R; i++) {
+            f32x16 sum = l[i] * splat(alpha[i]), zero = splat(base[i]);
+#pragma GCC unroll 4
+            for (int64_t k = 0; k < c.pages * PAGE; k += 16) {
+                f32x16 e = scale.term(load16(s[i] + k), zero);
+                sum = sum + e;
+                store16(out + i * CHUNK * PAGE + k, e);
+            }
+            l[i] = sum;
         }
         constexpr int VECTORS = D / 16;
         for (int v0 = 0; v0 + VECS <= VECTORS; v0 += VECS) values<R, VECS>(p, c, v0, alpha, o);
@@ -144,17 +153,24 @@ template <class C, int D> struct Attention {
         return at(std::integral_constant<int, ROWS>());
     }
 
-    // pages [from, to) of the item into st; panel holds its query rows
-    static void run(const Item& item, int64_t from, int64_t to, const L* panel, const int32_t* table, const char* k_cache,
-                    const char* v_cache, int64_t kv_heads, int64_t group, int64_t window, const Scale& scale, Softmax<D>& st) {
+    struct Cache {
+        const char *k, *v;
+        const int32_t* table;
+        int64_t width, kv_heads;
+        INFC_INLINE const char* page(const char* cache, const Item& item, int64_t p) const {
+            return cache + (int64_t(table[item.sequence * width + item.page + p]) * kv_heads + item.head) * PAGE_BYTES;
+        }
+    };
+
+    // pages [from, to) of the item into st; panel holds its query rows. While the last chunk meets its values, the first
+    // keys of `after` (the next item of this thread, from its page `after_from`) are fetched.
+    static void run(const Item& item, int64_t from, int64_t to, const Item& after, int64_t after_from, const L* panel,
+                    const Cache& cache, int64_t group, int64_t window, const Scale& scale, Softmax<D>& st) {
         for (int64_t i = 0; i < BLOCK_ROWS; i++) {
             st.m[i] = -__builtin_inff(), st.l[i] = splat(0.0f);
             for (int64_t d = 0; d < D; d += 16) store16(&st.o[i][d], splat(0.0f));
             if (i + 1 == item.rows + ROWS) break;        // rows that only fill a tile are also kept finite
         }
-        auto page_at = [&](const char* cache, int64_t p) {
-            return cache + (int64_t(table[item.page + p]) * kv_heads + item.head) * PAGE_BYTES;
-        };
         const int64_t last_pos = item.first_pos + (item.row + item.rows - 1) / group;
         for (int64_t p = from; p < to; p += CHUNK) {
             Chunk c;
@@ -162,8 +178,9 @@ template <class C, int D> struct Attention {
             c.first_token = (item.page + p) * PAGE;
             c.tokens = last_pos + 1 - c.first_token < c.pages * PAGE ? last_pos + 1 - c.first_token : c.pages * PAGE;
             for (int64_t j = 0; j < c.pages; j++) {
-                c.k[j] = page_at(k_cache, p + j), c.v[j] = page_at(v_cache, p + j);
-                c.next[j] = page_at(k_cache, p + CHUNK + j < to ? p + CHUNK + j : p + j);
+                c.k[j] = cache.page(cache.k, item, p + j), c.v[j] = cache.page(cache.v, item, p + j);
+                c.next[j] = p + CHUNK + j < to ? cache.page(cache.k, item, p + CHUNK + j)
+                            : p + CHUNK < to || after_from + j >= after.pages ? c.k[j] : cache.page(cache.k, after, after_from + j);
             }
             Mask mask{item.row, group, item.first_pos, window};
             for (int64_t row = 0; row < item.rows;) {
@@ -236,6 +253,20 @@ void paged_attention(const infc_run* r, int64_t tokens, int64_t sequences, int64
         int64_t bound = total * thread / r->threads - start;
         return bound <= 0 ? 0 : bound >= cost ? it.pages : bound / (cost / it.pages);
     };
+    const typename At::Cache cache{static_cast<const char*>(k_cache), static_cast<const char*>(v_cache),
+                                   static_cast<const int32_t*>(block_table), table_width, kv_heads};
+    struct Part { Item item; int64_t from, to; } waiting{};            // one behind, so that what follows is known
+    auto attend = [&](const Part& part, const Part& after) {
+        const Item& it = part.item;
+        if (part.from >= part.to) return;
+        Softmax<D>& st = mine[part.from > 0 ? 0 : part.to < it.pages ? 1 : 2];
+        for (int64_t i = 0; i < it.rows; i++)
+            pack_row<C>(panel + i * At::Q_LDA, static_cast<const Q*>(q) + place(it, i), D, D);
+        for (int64_t i = it.rows; i % At::ROWS; i++)
+            pack_row<C>(panel + i * At::Q_LDA, static_cast<const Q*>(q) + place(it, it.rows - 1), D, D);
+        At::run(it, part.from, part.to, after.item, after.from, panel, cache, group, window, factors, st);
+        if (part.from == 0 && part.to == it.pages) finish(it, st);
+    };
     each_item(sequences, kv_heads, group, window, At::ROWS, starts, lens, [&](const Item& it, int64_t cost) {
         int64_t start = at;
         at += cost;
@@ -245,18 +276,13 @@ void paged_attention(const infc_run* r, int64_t tokens, int64_t sequences, int64
                     for (int64_t d = 0; d < D; d += 16) store16(static_cast<Y*>(y) + place(it, i) + d, splat(0.0f));
             return;
         }
-        int64_t from = cut(r->thread, it, start, cost), to = cut(r->thread + 1, it, start, cost);
-        if (from >= to) return;
-        Softmax<D>& st = mine[from > 0 ? 0 : to < it.pages ? 1 : 2];
-        for (int64_t i = 0; i < it.rows; i++)
-            pack_row<C>(panel + i * At::Q_LDA, static_cast<const Q*>(q) + place(it, i), D, D);
-        for (int64_t i = it.rows; i % At::ROWS && i < BLOCK_ROWS + At::ROWS; i++)
-            pack_row<C>(panel + i * At::Q_LDA, static_cast<const Q*>(q) + place(it, it.rows - 1), D, D);
-        At::run(it, from, to, panel, static_cast<const int32_t*>(block_table) + it.sequence * table_width,
-                static_cast<const char*>(k_cache), static_cast<const char*>(v_cache), kv_heads, group, window, factors, st);
-        if (from == 0 && to == it.pages) finish(it, st);
-        else if (from == 0) open = it, open_at = start, open_cost = cost;
+        Part part{it, cut(r->thread, it, start, cost), cut(r->thread + 1, it, start, cost)};
+        if (part.from >= part.to) return;
+        attend(waiting, part);
+        waiting = part;
+        if (part.from == 0 && part.to < it.pages) open = it, open_at = start, open_cost = cost;
     });
+    attend(waiting, Part{});
     if (r->threads == 1) return;
     sync(r);
     if (!open_cost) return;
@@ -266,8 +292,8 @@ void paged_attention(const infc_run* r, int64_t tokens, int64_t sequences, int64
         if (from >= to) continue;
         const auto& part = *reinterpret_cast<const Softmax<D>*>(scratch_of(r, t));
         for (int64_t i = 0; i < open.rows; i++) {
-            float now = st.m[i] > part.m[i] ? st.m[i] : part.m[i], base = At::finite(now);
-            f32x16 a = factors.term(splat(st.m[i]), base), b = factors.term(splat(part.m[i]), base);
+            float now = st.m[i] > part.m[i] ? st.m[i] : part.m[i];
+            f32x16 base = At::finite(splat(now)), a = factors.term(splat(st.m[i]), base), b = factors.term(splat(part.m[i]), base);
             st.m[i] = now, st.l[i] = st.l[i] * a + part.l[i] * b;
             for (int64_t d = 0; d < D; d += 16) store16(&st.o[i][d], load16(&st.o[i][d]) * a + load16(&part.o[i][d]) * b);
         }
