@@ -133,6 +133,20 @@ def build(
     ), order)
 
 
+def program_text(program: Program, store: Store) -> str:
+    """A program for a person: its buffers with their places, then its steps in order, each with the modules it came from."""
+    lines = [f"{program.name}: bucket {program.bucket}, arena {program.arena_bytes} bytes", "", "buffers"]
+    for i, buffer in enumerate(program.buffers):
+        place = f"arena+{buffer.offset}" if buffer.kind == "arena" else buffer.tensor or buffer.kind
+        lines.append(f"  {i:4d} {buffer.name}: {buffer.dtype}[{','.join(map(str, buffer.shape))}] {buffer.bytes} bytes at {place}")
+    lines += ["", "steps (flops and bytes at the bucket's maxima)"]
+    for i, step in enumerate(program.steps):
+        name = store.kernels[step.kernel].name
+        lines.append(f"  {i:4d} {name}({', '.join(map(str, step.args))})  {step.op}  {step.flops} flops  {step.bytes} bytes"
+                     f"  [{', '.join(step.origin)}]  by {', '.join(step.passes) or 'capture'}")
+    return "\n".join(lines) + "\n"
+
+
 def _in_order(program: Program, order: dict[str, int]) -> Program:
     """Inputs and outputs in the graph's order; every other buffer keeps its place."""
     def key(item: tuple[int, Buffer]) -> tuple[int, int]:

@@ -58,6 +58,7 @@ def compile_model(
     strict: Annotated[bool, typer.Option("--strict", help="fail where a step would fall back")] = False,
     dump: Annotated[Path | None, typer.Option(help="folder for the text after each pass and of each program", show_default=False)] = None,
     force: Annotated[bool, typer.Option("--force", help="replace the output if it exists")] = False,
+    reuse: Annotated[bool, typer.Option("--reuse/--no-reuse", help="copy a finished compile of the same model and options")] = True,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -67,8 +68,9 @@ def compile_model(
     with console.Reporter(quiet=quiet) as report:
         from . import driver
 
-        chosen = {"buckets": _counts("buckets", buckets)} if buckets else {}
-        options = driver.Options(target, dtype, allow, check, max_sequences=max_sequences, strict=strict, dump=dump, force=force, **chosen)
+        options = driver.Options(
+            target, dtype, allow, check, _counts("buckets", buckets) if buckets else driver.BUCKETS, max_sequences=max_sequences,
+            strict=strict, dump=dump, force=force, reuse=reuse)
         result = driver.compile(model, output, options=options, on_event=report).json()
     if as_json:
         _print_json(result)

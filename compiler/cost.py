@@ -1,5 +1,5 @@
 """What a step must move and multiply, and how long that takes on a machine whose limits are known."""
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from .ops.registry import arguments, operator_of
 from .placement import Unit
 
 
-def concrete(fake: Any, maximum: Mapping[str, int] | Any) -> Any:
+def concrete(fake: Any, maximum: Callable[[Any], int]) -> Any:
     """A meta tensor of the fake's dtype, its symbolic sizes replaced by `maximum(size)`. Tuples are mapped."""
     if isinstance(fake, (tuple, list)):
         return tuple(concrete(f, maximum) for f in fake)
@@ -23,7 +23,7 @@ def unit_cost(unit: Unit, context: Any) -> tuple[int, int]:
     """flops and bytes of one step at the bucket's maxima: an infc operator's declared cost, else each input read once,
     each result written once, and one flop per element of every node."""
     if len(unit.nodes) == 1 and (operator := operator_of(unit.nodes[0])) is not None:
-        given = {name: fx.node.map_arg(value, lambda n: concrete(n.meta["val"], context.maximum))
+        given = {name: fx.map_arg(value, lambda n: concrete(n.meta["val"], context.maximum))
                  for name, value in arguments(unit.nodes[0]).items()}
         cost = operator.cost(**given)
         return int(cost.flops), int(cost.bytes)

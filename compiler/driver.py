@@ -13,7 +13,7 @@ import torch
 from .. import passes
 from ..backends.launch import Context
 from ..backends.program import DTYPES as NAMES
-from ..backends.program import Store, build
+from ..backends.program import Store, build, program_text
 from ..runtime.artifact import GOLDEN, Parts, read, refuse_existing, write
 from ..runtime.golden import Case, pack, replay
 from ..runtime.manifest import BLOCK, GoldenInfo, KvBuffer, Manifest, ModelInfo, PassInfo
@@ -131,6 +131,8 @@ def compile(
     with clock.phase("programs", "placing and packing"):
         store = Store(target.isa, keys.digest([toolchain.identity, backend.headers_digest()]))
         programs, placement = _programs(graph, options, backend, target.isa, store)
+    if options.dump:
+        _dump_programs(options.dump, programs, store, backend.source(store))
     with clock.phase("code", f"building {len(store.kernels)} kernels with {toolchain.name}"):
         code = toolchain.build(backend.source(store), cache_folder() / "code")
     with clock.phase("golden", "computing golden outputs in fp64"):
@@ -234,6 +236,13 @@ def _programs(graph: Graph, options: Options, backend: Any, isa: str, store: Sto
         programs.append(build(graph, placement.units, context, store, backend.pack, unit_cost))
     assert placement is not None
     return programs, placement
+
+
+def _dump_programs(folder: Path, programs: list[Program], store: Store, source: str) -> None:
+    """Beside the graphs: each bucket's buffers and steps as text, and the generated source."""
+    for program in programs:
+        (folder / f"program-{program.name}.txt").write_text(program_text(program, store))
+    (folder / "kernels.cpp").write_text(source)
 
 
 def _manifest(

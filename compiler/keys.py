@@ -10,7 +10,7 @@ import msgspec
 
 from .ir import Graph, content_key
 
-PACKAGE = __package__.rpartition(".")[0]              # "infc"
+PACKAGE = __name__.split(".")[0]              # "infc"
 FOLDERS = ("compiler", "frontends", "ops", "passes", "backends", "cpu", "kernels", "runtime", "models")
 _UNKEYED = {"dump", "force", "reuse", "target"}
 """Options that change where things go, not what is made; the target's instruction set is keyed instead of its alias."""

@@ -42,7 +42,8 @@ class Unit:
 class Backend(Protocol):
     """Claims units of a graph. `claim` gets the nodes nobody has taken yet, and says no with a reason per node."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def claim(self, graph: Graph, free: Sequence[fx.Node], context: Any) -> "Claims": ...
 

@@ -4,10 +4,9 @@ The weights come from the package index (models/table.toml); a machine that cann
 """
 from pathlib import Path
 
+import infc
 import pytest
 import torch
-
-import infc
 from infc.compiler.frontends import load
 
 pytestmark = pytest.mark.slow
@@ -33,7 +32,7 @@ def hugging_face():
     """transformers' own Llama in fp32 with the weights of the GGUF file."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    module, meta = load("smollm2")
+    module, _ = load("smollm2")
     c = module.config
     config = LlamaConfig(
         vocab_size=c.vocab_size, hidden_size=c.hidden_size, intermediate_size=c.intermediate_size, num_hidden_layers=c.layers,

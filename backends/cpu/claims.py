@@ -21,7 +21,7 @@ PANEL = {torch.float32: "f32_n32", torch.bfloat16: "bf16_n32k2"}
 ACT = {"silu": "infc::SILU", "gelu": "infc::GELU", "gelu_tanh": "infc::GELU_TANH"}
 
 MAX_K = 32768                  # 14 rows of x of this length fit a thread's 2 MiB of scratch, in fp32 too
-MAX_VOCAB = 500_000            # a row's ids and 4096 bucket counts in the same 2 MiB
+MAX_VOCAB = 500_000            # a row's ids in the same 2 MiB
 MAX_HEAD_ROPE = 1024           # rope.h: MAX_HEAD, one head on the stack
 MAX_HEAD_ATTENTION = 256       # three blocks of 48 rows in scratch; wider heads were never tried
 

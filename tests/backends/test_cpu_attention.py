@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from cpu_kernels import ISAS, M, N, P, T, Library, call, judge, judge_sums, meta
+from cpu_kernels import ISAS, Library, M, N, P, T, call, judge, judge_sums, meta
 from infc.backends.cpu.pack import pack_k, pack_v, unpack_k, unpack_v
 from infc.compiler.ops.attention import visible, weigh
 from infc.compiler.ops.registry import by_name

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from cpu_kernels import ISAS, N, R, T, Library, call, judge, judge_sums, mean_error, meta
+from cpu_kernels import ISAS, Library, R, T, call, judge, judge_sums, mean_error, meta
 from infc.compiler.ops.registry import by_name
 from torch import Tensor, fx
 

@@ -36,12 +36,10 @@ template <class C, int D> struct Attention {
     struct Scale {
         float scale, cap;                                // cap 0: none
 
-        // exp(scale * (x - m)). The fine form rounds where the reference does (x - m is often exact, a scale of 1/8 always
-        // is); the coarse form folds log2(e) into one multiply-add.
+        // exp(scale * (x - m)): exactly 1 where x is the maximum
         INFC_INLINE f32x16 term(f32x16 x, f32x16 m) const {
             const float by = cap != 0 ? 1.0f : scale;
-            if (FINE) return exp((x - m) * splat(by));
-            return exp2_coarse(fma(x, splat(by * LOG2E), -m * splat(by * LOG2E)));
+            return FINE ? exp((x - m) * splat(by)) : exp2_coarse((x - m) * splat(by * LOG2E));
         }
         INFC_INLINE f32x16 capped(f32x16 x) const { return cap == 0 ? x : splat(cap) * tanh(x * splat(scale) / splat(cap)); }
     };

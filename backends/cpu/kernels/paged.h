@@ -9,26 +9,19 @@ namespace infc {
 
 constexpr int64_t PAGE = 32;
 
-// element index within the block of one kv head: token `at` of the block, element d of D
-template <class C> INFC_INLINE int64_t k_index(int64_t at, int64_t d) {
-    constexpr int64_t K = Dot<C>::K;
-    return d / K * PAGE * K + at * K + d % K;
-}
-template <class C> INFC_INLINE int64_t v_index(int64_t at, int64_t d, int64_t dims) {
-    constexpr int64_t K = Dot<C>::K;
-    return at / K * dims * K + d * K + at % K;
-}
-
-// one token's K or V of one head into its slot; slot -1 is padding and goes nowhere
-template <class C> INFC_INLINE void write_k(C* cache, int64_t slot, int64_t head, int64_t heads, int64_t dims, const float* x) {
+// One token's K or V of one head, already in the cache's type, into its slot; slot -1 is padding and goes nowhere. Two
+// threads may hold the two tokens of one V pair, so a pair is never read and written back.
+template <class C> INFC_INLINE void write_k(C* cache, int64_t slot, int64_t head, int64_t heads, int64_t dims, const C* x) {
     if (slot < 0) return;
-    C* block = cache + (slot / PAGE * heads + head) * PAGE * dims;
-    for (int64_t d = 0; d < dims; d++) block[k_index<C>(slot % PAGE, d)] = from_f32<C>(x[d]);
+    struct Step { C of[Dot<C>::K]; };                                  // what lies together: one fp32, two bf16
+    Step step, *at = reinterpret_cast<Step*>(cache + (slot / PAGE * heads + head) * PAGE * dims) + slot % PAGE;
+    for (int64_t d = 0; d < dims; d += Dot<C>::K, at += PAGE) memcpy(&step, x + d, sizeof step), memcpy(at, &step, sizeof step);
 }
-template <class C> INFC_INLINE void write_v(C* cache, int64_t slot, int64_t head, int64_t heads, int64_t dims, const float* x) {
+template <class C> INFC_INLINE void write_v(C* cache, int64_t slot, int64_t head, int64_t heads, int64_t dims, const C* x) {
     if (slot < 0) return;
-    C* block = cache + (slot / PAGE * heads + head) * PAGE * dims;
-    for (int64_t d = 0; d < dims; d++) block[v_index<C>(slot % PAGE, d, dims)] = from_f32<C>(x[d]);
+    constexpr int64_t K = Dot<C>::K;
+    C* at = cache + (slot / PAGE * heads + head) * PAGE * dims + slot % PAGE / K * dims * K + slot % K;
+    for (int64_t d = 0; d < dims; d++) at[d * K] = x[d];
 }
 
 }  // namespace infc

@@ -39,14 +39,19 @@ void rope_kv_write(const infc_run* r, int64_t tokens, int64_t q_heads, int64_t k
     const int64_t heads = q_heads + 2 * kv_heads;
     Span mine = share(tokens * heads, r->thread, r->threads);
     alignas(64) float row[MAX_HEAD];
+    alignas(64) C cached[MAX_HEAD];
     for (int64_t u = mine.begin; u < mine.end; u++) {
         int64_t t = u / heads, h = u % heads, slot = static_cast<const int32_t*>(slots)[t];
         load_row(row, static_cast<const X*>(qkv) + u * dims, dims);
         if (h < q_heads + kv_heads)
             rotate<INTERLEAVED>(row, static_cast<const float*>(cos) + t * half, static_cast<const float*>(sin) + t * half, half);
-        if (h < q_heads) store_row(static_cast<Y*>(q) + (t * q_heads + h) * dims, row, dims);
-        else if (h < q_heads + kv_heads) write_k(static_cast<C*>(k_cache), slot, h - q_heads, kv_heads, dims, row);
-        else write_v(static_cast<C*>(v_cache), slot, h - q_heads - kv_heads, kv_heads, dims, row);
+        if (h < q_heads) {
+            store_row(static_cast<Y*>(q) + (t * q_heads + h) * dims, row, dims);
+            continue;
+        }
+        store_row(cached, row, dims);
+        if (h < q_heads + kv_heads) write_k(static_cast<C*>(k_cache), slot, h - q_heads, kv_heads, dims, cached);
+        else write_v(static_cast<C*>(v_cache), slot, h - q_heads - kv_heads, kv_heads, dims, cached);
     }
 }
 
@@ -55,13 +60,16 @@ template <class X, class C>
 void kv_write(const infc_run* r, int64_t tokens, int64_t heads, int64_t dims, const void* k, const void* v, void* k_cache,
               void* v_cache, const void* slots) {
     Span mine = share(tokens * heads, r->thread, r->threads);
-    alignas(64) float row[MAX_HEAD];
+    alignas(64) C cached[MAX_HEAD];
+    auto row = [&](const void* x, int64_t u) {
+        for (int64_t d = 0; d < dims; d += 16) store16(cached + d, load16(static_cast<const X*>(x) + u * dims + d));
+    };
     for (int64_t u = mine.begin; u < mine.end; u++) {
         int64_t slot = static_cast<const int32_t*>(slots)[u / heads], h = u % heads;
-        load_row(row, static_cast<const X*>(k) + u * dims, dims);
-        write_k(static_cast<C*>(k_cache), slot, h, heads, dims, row);
-        load_row(row, static_cast<const X*>(v) + u * dims, dims);
-        write_v(static_cast<C*>(v_cache), slot, h, heads, dims, row);
+        row(k, u);
+        write_k(static_cast<C*>(k_cache), slot, h, heads, dims, cached);
+        row(v, u);
+        write_v(static_cast<C*>(v_cache), slot, h, heads, dims, cached);
     }
 }
 

@@ -1,7 +1,6 @@
 // The next token of each row: argmax by all threads together; temperature, top-k and top-p by one thread per row.
 //
-// A draw needs the largest logits in descending order, but rarely many of them: ids are spread by value into buckets (two
-// passes), and only the buckets that are reached get sorted.
+// A draw needs the largest logits in descending order, but rarely many of them: they are found and sorted step by step.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -41,47 +40,47 @@ INFC_INLINE Best argmax(const float* x, int64_t begin, int64_t end) {
     return best;
 }
 
-constexpr int BUCKETS = 4096;                            // sign, exponent and 3 bits of the fraction, descending
-
-// order-preserving: a larger float has a smaller key
-INFC_INLINE uint32_t descending(float x) {
-    uint32_t u;
-    memcpy(&u, &x, 4);
-    if (x == 0) u = 0;                                   // -0 ties with 0
-    return u >> 31 ? u : ~(u | 0x80000000u);
-}
-
-// ids of a row in descending order of value (ties by index), sorted as far as they are asked for
+// Ids of a row in descending order of value (ties by index), found as far as they are asked for: each look takes what lies
+// within a wider distance of the largest, and sorts only what is new. NaN is never taken.
 struct Descending {
     const float* x;
-    int32_t* ids;                                        // [n], grouped by bucket
-    int32_t end[BUCKETS];
-    int64_t sorted, bucket;
+    int32_t* ids;                                        // [n]
+    int64_t n, ready = 0;
+    float below, reach;                                  // all values >= below are in; the next look goes down by reach
+    bool first = true, done = false;
 
-    void build(const float* values, int64_t n, int32_t* room) {
-        x = values, ids = room, sorted = 0, bucket = 0;
-        memset(end, 0, sizeof end);
-        for (int64_t i = 0; i < n; i++) end[descending(x[i]) >> 20]++;
-        int32_t total = 0;
-        for (int32_t& e : end) { int32_t count = e; e = total; total += count; }
-        for (int64_t i = 0; i < n; i++) ids[end[descending(x[i]) >> 20]++] = int32_t(i);
-    }
+    Descending(const float* values, int64_t count, float top, float step, int32_t* room)
+        : x(values), ids(room), n(count), below(top), reach(step) {}
+
     int32_t at(int64_t i) {
-        for (; i >= sorted; bucket++) {
-            std::sort(ids + sorted, ids + end[bucket], [this](int32_t a, int32_t b) {
-                return x[a] != x[b] ? x[a] > x[b] : a < b;
-            });
-            sorted = end[bucket];
+        while (i >= ready && !done) look();
+        return i < ready ? ids[i] : ready ? ids[ready - 1] : 0;
+    }
+    void look() {
+        const float above = below;
+        done = !(reach < 1e30f);
+        below = done ? -__builtin_inff() : below - reach;
+        const int64_t from = ready;
+        const f32x16 low = splat(below), floor = splat(-__builtin_inff());
+        auto take = [&](int64_t k) {
+            if (x[k] >= below && (first || x[k] < above)) ids[ready++] = int32_t(k);
+        };
+        int64_t i = 0;
+        for (; i + 16 <= n; i += 16) {
+            f32x16 v = load16(x + i);
+            if (!done && reduce_max(select(v >= low, v, floor)) < below) continue;
+            for (int64_t k = i; k < i + 16; k++) take(k);
         }
-        return ids[i];
+        for (; i < n; i++) take(i);
+        std::sort(ids + from, ids + ready, [this](int32_t a, int32_t b) { return x[a] != x[b] ? x[a] > x[b] : a < b; });
+        first = false, reach *= 4;
     }
 };
 
 // see the operator: softmax(x / temperature), cut to top_k, then to the smallest prefix of mass >= top_p, drawn at `uniform`
-INFC_INLINE int32_t draw(const float* x, int64_t n, float temperature, int32_t top_k, float top_p, float uniform, Descending& order,
-                         int32_t* room) {
-    order.build(x, n, room);
-    const float top = x[order.at(0)];
+inline int32_t draw(const float* x, int64_t n, float temperature, int32_t top_k, float top_p, float uniform, int32_t* room) {
+    const float top = argmax(x, 0, n).value;
+    Descending order(x, n, top, 2 * temperature, room);
     auto weight = [&](float v) { return std::exp(double(v - top) / double(temperature)); };
     auto all = [&]() {                                   // of every token: fp32 terms, summed in fp64 every 1024
         double sum = 0;
@@ -120,10 +119,9 @@ inline void sample(const infc_run* r, int64_t rows, int64_t vocab, const void* l
     const auto* heat = static_cast<const float*>(temperature);
     auto* out = static_cast<int32_t*>(token);
     constexpr int64_t AT_ONCE = 1024;                    // rows whose parts are kept at a time
-    static_assert(AT_ONCE * sizeof(Best) + sizeof(Descending) < SCRATCH_BYTES / 4, "leave room for the ids");
+    static_assert(AT_ONCE * sizeof(Best) < SCRATCH_BYTES / 4, "leave room for the ids");
     auto* part = static_cast<Best*>(r->scratch);
-    auto* order = reinterpret_cast<Descending*>(part + AT_ONCE);
-    auto* ids = reinterpret_cast<int32_t*>(order + 1);
+    auto* ids = reinterpret_cast<int32_t*>(part + AT_ONCE);
     for (int64_t begin = 0; begin < rows; begin += AT_ONCE) {
         int64_t end = begin + AT_ONCE < rows ? begin + AT_ONCE : rows;
         Span mine = share(vocab, r->thread, r->threads);
@@ -131,7 +129,7 @@ inline void sample(const infc_run* r, int64_t rows, int64_t vocab, const void* l
             if (!(heat[i] > 0) && mine.begin < mine.end) part[i - begin] = argmax(x + i * vocab, mine.begin, mine.end);
             if (heat[i] > 0 && i % r->threads == r->thread)
                 out[i] = draw(x + i * vocab, vocab, heat[i], static_cast<const int32_t*>(top_k)[i],
-                              static_cast<const float*>(top_p)[i], static_cast<const float*>(uniform)[i], *order, ids);
+                              static_cast<const float*>(top_p)[i], static_cast<const float*>(uniform)[i], ids);
         }
         sync(r);
         for (int64_t i = begin + r->thread; i < end; i += r->threads) {
