@@ -96,7 +96,7 @@ def run(
     quiet: Quiet = False,
 ) -> None:
     """Load ARTIFACT and answer; a single prompt's answer is streamed."""
-    model = _load(artifact, threads)
+    model = _load(artifact, threads, text=True)
     prompts = [sys.stdin.read() if p == "-" else p for p in prompt]
     options: dict[str, Any] = {
         "max_tokens": max_tokens,
@@ -293,10 +293,10 @@ def _existing(artifact: Path) -> Path:
     raise UserError(f"{artifact}: no such artifact{hint}")
 
 
-def _load(artifact: Path, threads: int | None) -> "Model":
+def _load(artifact: Path, threads: int | None, *, text: bool = False) -> "Model":
     from ..runtime.session import load
 
-    return load(_existing(artifact), threads=threads)
+    return load(_existing(artifact), threads=threads, text=text)
 
 
 def _counts(name: str, text: str) -> tuple[int, ...]:
