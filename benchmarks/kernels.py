@@ -76,7 +76,7 @@ class Machine:
 
     def memory(self, size: int, dtype: type = np.uint16) -> np.ndarray:
         """Random bf16 (or f32) values near 1 in huge pages; a constant would be read faster than real data."""
-        room = mmap.mmap(-1, (size + (2 << 20)) // 4096 * 4096 + 4096)
+        room = mmap.mmap(-1, (size + (2 << 20)) // 4096 * 4096 + 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         room.madvise(mmap.MADV_HUGEPAGE)
         whole = np.frombuffer(room, np.uint8)
         start = -whole.ctypes.data % (2 << 20) if size >= 2 << 20 else -whole.ctypes.data % 64
@@ -173,7 +173,8 @@ def small(m: Machine) -> list[Case]:
         run = m.steps("rms_norm", [[x.ctypes.data, w.ctypes.data, y.ctypes.data]] * LAYERS)
         out.append(Case(f"rms_norm {rows}", lambda s=run, r=rows: s([r]), rows * HIDDEN * 6, 4 * rows * HIDDEN, None))
         half = cache.ctypes.data + HKV * 1024 * D * 2
-        run = m.steps("rope", [[x.ctypes.data, x.ctypes.data, x.ctypes.data, cache.ctypes.data, half, slots.ctypes.data, y.ctypes.data]] * LAYERS)
+        table = [a.ctypes.data for a in (x, x, x, cache)] + [half, slots.ctypes.data, y.ctypes.data]
+        run = m.steps("rope", [table] * LAYERS)
         out.append(Case(f"rope_kv_write {rows}", lambda s=run, r=rows: s([r]), rows * QKV * 6, 0, None))
     table, ids = m.memory(VOCAB * HIDDEN * 2), m.rng.integers(0, VOCAB, 1024).astype(np.int32)
     run = m.steps("embedding", [[table.ctypes.data, ids.ctypes.data, y.ctypes.data]])
@@ -233,7 +234,8 @@ def main() -> None:
         machine = Machine(options.threads, Path(folder))
         cases = [c for make in (products, attentions, small) for c in make(machine) if options.only in c.name]
         results, peak, read = measure(machine, cases, options.rounds, 0.1 if options.best else 0.5)
-    print(f"{host().isa}, {options.threads} threads: read {read:.1f} GB/s, peak {peak:.0f} GFLOP/s bf16, compiled in {machine.compile_s:.1f} s")
+    print(f"{host().isa}, {options.threads} threads: read {read:.1f} GB/s, peak {peak:.0f} GFLOP/s bf16, "
+          f"compiled in {machine.compile_s:.1f} s")
     print(f"{'kernel':28}{'us':>10}{'GB/s':>8}{'of read':>9}{'GFLOP/s':>9}{'of peak':>9}")
     for r in results:
         share = "" if r.share_of_read is None else f"{r.share_of_read:.2f}"

@@ -62,7 +62,7 @@ def unpack(packed: np.ndarray, layout: str, shape: tuple[int, ...]) -> Tensor:
         return (flat.view(torch.bfloat16) if dtype == torch.bfloat16 else flat).reshape(shape)
     rows, k = shape
     words = torch.from_numpy(packed.view(np.int32).reshape(packed.shape[0], -1, COLUMNS)).transpose(1, 2)
-    full = words.reshape(-1, words.shape[2]).contiguous().view(dtype)
+    full = words.reshape(-1, words.shape[2]).clone(memory_format=torch.contiguous_format).view(dtype)
     if layout.endswith("_swiglu"):
         pairs = full.view(-1, 2, COLUMNS // 2, full.shape[1])
         full = torch.cat([pairs[:, half].flatten(0, 1)[: rows // 2] for half in (0, 1)])

@@ -17,10 +17,8 @@ OPS = torch.ops.infc
 KINDS = {
     "smollm2": (9, 3, 64, BF16, BF16, BF16, 0, 0.0),
     "smollm2-f32": (9, 3, 64, F32, F32, F32, 0, 0.0),
-    "no-groups": (2, 2, 16, F32, F32, F32, 0, 0.0),
     "one-kv-head": (7, 1, 48, BF16, BF16, F32, 0, 0.0),
-    "window": (4, 2, 32, F32, F32, F32, 40, 0.0),
-    "window-bf16": (4, 2, 32, BF16, BF16, BF16, 5, 0.0),
+    "no-groups-window": (2, 2, 32, F32, F32, F32, 40, 0.0),
     "soft-cap": (4, 1, 80, F32, F32, F32, 0, 20.0),
     "soft-cap-window-bf16": (8, 2, 128, BF16, BF16, BF16, 70, 30.0),
 }

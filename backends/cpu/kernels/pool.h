@@ -30,7 +30,9 @@ struct infc_step { infc_kernel fn; void* const* buf; };
 namespace infc {
 
 constexpr int64_t SCRATCH_BYTES = 2 << 20;
-constexpr int64_t AHEAD = 12 << 10;      // prefetch into L2 this far ahead: 1.4-1.6x over none, Zen 4, 2 threads
+// Prefetch into L2 this far ahead. SmolLM2's products in bf16, share of a pure read of the same bytes, Zen 4, 2 threads: at a
+// read rate of 23 GB/s 4 KiB 0.87, 6 KiB 0.85, 12 KiB 0.73; at 36 GB/s 0.99, 0.99, 0.96.
+constexpr int64_t AHEAD = 4 << 10;
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -74,7 +76,7 @@ struct Pool {
         __atomic_store_n(&lines[thread].reached, mine, __ATOMIC_RELEASE);
         for (int64_t other = 0; other < threads; other++)
             for (int spins = 0; __atomic_load_n(&lines[other].reached, __ATOMIC_ACQUIRE) < mine; spins++)
-                if (spins < 4096) pause();
+                if (spins < 512) pause();
                 else sched_yield();                      // more threads than cores: let the late one run
     }
 

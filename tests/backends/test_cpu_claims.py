@@ -1,0 +1,65 @@
+"""What the CPU kernels refuse, with the reason, and what a claimed node becomes."""
+import pytest
+import torch
+from cpu_kernels import CONTEXT, M, N, P, R, T, call, meta
+from infc.backends.cpu import claims
+from infc.backends.launch import Out, Weight
+from torch import fx
+
+OPS, ATEN = torch.ops.infc, torch.ops.aten
+BF16, F64, I32 = torch.bfloat16, torch.float64, torch.int32
+
+
+def attention(**changes: object) -> fx.Node:
+    given = {"q": meta(T, 4, 32), "k_cache": meta(P, 2, 32, 32), "v_cache": meta(P, 2, 32, 32), "query_start": meta(N + 1, dtype=I32),
+             "context_len": meta(N, dtype=I32), "block_table": meta(N, M, dtype=I32), "scale": 0.1}
+    return call(OPS.paged_attention.default, **(given | changes))
+
+
+def computed_weight() -> fx.Node:
+    node = call(OPS.linear.default, x=meta(T, 8), w=meta(4, 8))
+    node.kwargs["w"].op = "call_function"
+    return node
+
+
+REFUSED = {
+    "float64": (lambda: call(OPS.rms_norm.default, x=meta(T, 8, dtype=F64), w=meta(8, dtype=F64), eps=1e-5), "x is torch.float64"),
+    "norm weight": (lambda: call(OPS.rms_norm.default, x=meta(T, 8), w=meta(1), eps=1e-5), "not one row of x"),
+    "computed weight": (computed_weight, "w is computed"),
+    "long rows": (lambda: call(OPS.linear.default, x=meta(T, 40000), w=meta(4, 40000)), "K = 40000"),
+    "block size": (lambda: attention(k_cache=meta(P, 2, 16, 32), v_cache=meta(P, 2, 16, 32)), "blocks of 16"),
+    "head size": (lambda: attention(q=meta(T, 4, 40), k_cache=meta(P, 2, 32, 40), v_cache=meta(P, 2, 32, 40)), "no multiple of 16"),
+    "wide head": (lambda: attention(q=meta(T, 4, 512), k_cache=meta(P, 2, 32, 512), v_cache=meta(P, 2, 32, 512)), "512 > 256"),
+    "other q": (lambda: attention(q=meta(T, 4, 32, dtype=BF16)), "the cache is torch.float32"),
+    "scale": (lambda: attention(scale=-1.0), "not positive"),
+    "index dtype": (lambda: attention(context_len=meta(N, dtype=torch.int64)), "not i32"),
+    "columns by index": (lambda: call(ATEN.index_select.default, self=meta(4, 4), dim=1, index=meta(2, dtype=I32)), "dim 1"),
+    "cast": (lambda: call(ATEN._to_copy.default, self=meta(4, 4), dtype=F64), "torch.float64"),
+    "unknown": (lambda: call(ATEN.sin.default, self=meta(4)), "no CPU kernel for aten.sin"),
+    "vocabulary": (lambda: call(OPS.sample.default, logits=meta(R, 600_000), temperature=meta(R), top_k=meta(R, dtype=I32), top_p=meta(R),
+                                uniform=meta(R)), "600000 tokens"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refuses(case: str) -> None:
+    make, reason = REFUSED[case]
+    assert reason in (claims.refuse(make(), CONTEXT) or "")
+
+
+def test_a_tied_embedding_reads_the_products_weight() -> None:
+    node = call(ATEN.embedding.default, weight=meta(100, 64, dtype=BF16), indices=meta(T, dtype=I32))
+    weight = node.kwargs["weight"]
+    assert claims.lower(node, CONTEXT).args[0] == Weight(weight, "plain")
+    node.graph.call_function(OPS.linear.default, (weight, weight))
+    assert claims.lower(node, CONTEXT).args[0] == Weight(weight, "bf16_n32k2")
+
+
+def test_a_launch_names_its_sizes_and_arguments() -> None:
+    node = call(OPS.linear.default, x=meta(T, 48, dtype=BF16), w=meta(96, 48, dtype=BF16), residual=meta(T, 96), out_dtype=torch.float32)
+    launch = claims.lower(node, CONTEXT)
+    x, w, residual = node.kwargs["x"], node.kwargs["w"], node.kwargs["residual"]
+    assert launch.name == "linear_bf16_48x96_residual" and launch.headers == ("linear.h",)
+    assert launch.args == (x, Weight(w, "bf16_n32k2"), residual, Out(0))
+    assert launch.body == ("infc::linear<infc::bf16, float, float, float>"
+                           "(r, r->dims[0], 48, 96, b[0], b[1], nullptr, b[2], b[3]);")
