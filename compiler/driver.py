@@ -71,6 +71,7 @@ class Result:
     version: str
     seconds: dict[str, float] = field(default_factory=dict)
     passes: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)    # where a pass changes what a model gives outside its contract's data
     program: dict[str, dict[str, int]] = field(default_factory=dict)
     verify: dict[str, Any] = field(default_factory=dict)
     predicted: dict[str, float] = field(default_factory=dict)
@@ -128,6 +129,9 @@ def compile(
     with clock.phase("passes", "rewriting the graph"):
         graph = captured.copy()
         report = _run_passes(graph, options, listen)
+        notes = list(graph.meta.get("notes", ()))
+        for line in notes:
+            listen(Event("note", "passes", line))
     with clock.phase("programs", "placing and packing"):
         store = Store(target.isa, keys.digest([toolchain.identity, backend.headers_digest()]))
         programs, placement = _programs(graph, options, backend, target.isa, store)
@@ -138,7 +142,7 @@ def compile(
     with clock.phase("golden", "computing golden outputs in fp64"):
         golden = verification.golden(captured, graph, options.buckets)
     version = keys.version(graph, programs, options, target.isa, toolchain.identity)
-    summary = {"passes": report.json(), "program": _summary(programs, placement), "coverage": _coverage(placement),
+    summary = {"passes": report.json(), "notes": notes, "program": _summary(programs, placement), "coverage": _coverage(placement),
                "graph_error": golden.graph_error}
     with clock.phase("write", f"writing and verifying {path.name}"):
         parts = Parts(
@@ -189,8 +193,9 @@ def _result(path: Path, clock: _Clock, summary: dict[str, Any], verified: dict[s
         smallest = min(manifest.buckets, key=lambda b: b.bucket["T"])
         predicted = _predict(artifact.program(smallest.name), manifest, verified)
     return Result(
-        artifact=path, version=manifest.version, seconds=clock.seconds, passes=summary["passes"], program=summary["program"],
-        verify={"graph_error": summary["graph_error"]} | verified, predicted=predicted, size_bytes=_size(path), reused=reused)
+        artifact=path, version=manifest.version, seconds=clock.seconds, passes=summary["passes"], notes=summary["notes"],
+        program=summary["program"], verify={"graph_error": summary["graph_error"]} | verified, predicted=predicted,
+        size_bytes=_size(path), reused=reused)
 
 
 def _check(options: Options) -> None:

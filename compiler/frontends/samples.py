@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SHAPES = ((1, 1), (1, 5), (3, 2))
-"""(batch, length) a decoder is checked at: one token, one row, and more rows than tokens."""
+SHAPES = ((2, 9), (1, 1), (3, 2))
+"""(batch, length) a decoder is checked at: several tokens first, for passes are checked on the first alone by default and at
+one token every mask and every rotation looks right; then one token, and more rows than tokens."""
 
 
 @dataclass(frozen=True)
