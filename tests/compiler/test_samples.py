@@ -1,6 +1,5 @@
 """What passes are judged on must be able to show a fault: the first sample is the only one the default level looks at."""
 import pytest
-
 from infc.compiler.contracts import Reference, check_exact
 from infc.compiler.errors import CheckFailed
 from infc.compiler.frontends import capture
