@@ -69,7 +69,8 @@ def test_tied_weights_are_one_placeholder() -> None:
 def test_samples_are_real_token_ids() -> None:
     samples = DecoderSamples(96, 64)
     listed = samples()
-    assert [tuple(ids.shape) for ids, _ in listed[:2]] == [(2, 9), (1, 1)] and all(ids.shape == positions.shape for ids, positions in listed)
+    assert [tuple(ids.shape) for ids, _ in listed[:2]] == [(2, 9), (1, 1)]
+    assert all(ids.shape == positions.shape for ids, positions in listed)
     ids, positions = samples(4, 9, 5)
     assert ids.dtype == positions.dtype == torch.int64 and set(ids.flatten().tolist()) <= set(range(96))
     assert torch.equal(positions[3], torch.arange(9))
