@@ -9,13 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .compiler.driver import Options, Result, compile
+    from .compiler.errors import CheckFailed, InfcError, UserError
     from .runtime.errors import RuntimeFault
     from .runtime.session import Model, Output, load
 
-__all__ = ["Model", "Options", "Output", "Result", "RuntimeFault", "__version__", "compile", "load"]
+__all__ = [
+    "CheckFailed", "InfcError", "Model", "Options", "Output", "Result", "RuntimeFault", "UserError", "__version__", "compile", "load",
+]  # fmt: skip
 
 _HOMES = {
     "compile": "compiler.driver", "Options": "compiler.driver", "Result": "compiler.driver",
+    "CheckFailed": "compiler.errors", "InfcError": "compiler.errors", "UserError": "compiler.errors",
     "load": "runtime.session", "Model": "runtime.session", "Output": "runtime.session", "RuntimeFault": "runtime.errors",
 }
 

@@ -34,7 +34,7 @@ class _MeasureByDefault(typer.core.TyperGroup):
 
 _OPTIONS: dict[str, Any] = {"no_args_is_help": True, "add_completion": False, "pretty_exceptions_enable": False}
 app = typer.Typer(help="infc: a compiler for inference graphs.", **_OPTIONS)
-bench = typer.Typer(help="Measure an artifact on this machine, or compare two measurements.", cls=_MeasureByDefault, **_OPTIONS)
+bench = typer.Typer(help="Measure an artifact, `infc bench ARTIFACT [--rounds N] [-o FILE]` (more: infc bench ARTIFACT --help), or compare two measurements.", cls=_MeasureByDefault, **_OPTIONS)
 app.add_typer(bench, name="bench")
 
 Artifact = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="what `infc compile` wrote: NAME.infc", show_default=False)]
@@ -65,6 +65,10 @@ def compile_model(
     """Compile MODEL to an artifact."""
     from . import console
 
+    if output is not None:
+        from ..runtime.artifact import refuse_existing
+
+        refuse_existing(output if output.suffix == ".infc" else output.with_name(output.name + ".infc"), force)   # before torch loads
     with console.Reporter(quiet=quiet) as report:
         from . import driver
 
@@ -112,9 +116,13 @@ def run(
             outputs = model.generate(prompts, **options)
             _print_json({"outputs": outputs, "timing": model.timing})
         elif len(prompts) == 1:
+            reason, shown = "", 0
             for piece in model.stream(prompts[0], **options):
                 print(piece, end="", flush=True)
+                reason, shown = piece.finish_reason or reason, shown + len(piece.text)
             print()
+            if not shown and not chat and not quiet and model.manifest.model.chat_template:
+                print(f"[no text: {reason} at once; this model has a chat template, try --chat]", file=sys.stderr)
         else:
             for text, output in zip(prompts, model.generate(prompts, **options), strict=True):
                 print(f"--- {text}\n{output.text}")
@@ -154,7 +162,7 @@ def verify(artifact: Artifact, threads: Threads = None, as_json: Json = False, q
     if as_json:
         _print_json(report)
     elif not quiet:
-        console.pairs("verified", report)
+        print(f"{artifact}: every file as hashed; {console.verdict(report)}")
     if not report["passed"]:
         raise CheckFailed(f"{artifact}: its answers differ from the recorded ones; compile it again, and report this if it stays")
 

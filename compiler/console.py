@@ -119,10 +119,14 @@ def _short(value: object) -> object:
 
 def compiled(result: Mapping[str, Any]) -> None:
     """The tables of a compile: passes, programs, and the artifact."""
+    shown = [p for p in result["passes"] if p["fired"] or p["refused"]]
     passes = [
-        (p["name"], p["fired"], p["contract"], _error(p["error"]), f"{p['seconds']:.2f}", _why(p["refused"])) for p in result["passes"]
+        (p["name"], p["fired"], p["contract"], _error(p["error"]), f"{p['seconds']:.2f}", f"{p['check_seconds']:.2f}", _why(p["refused"]))
+        for p in shown
     ]
-    table("passes", ("pass", "fired", "contract", "error", "s", "refused"), passes, right=(1, 3, 4))
+    table("passes", ("pass", "fired", "contract", "error", "s", "check s", "refused"), passes, right=(1, 3, 4, 5))
+    if idle := [p["name"] for p in result["passes"] if p not in shown]:
+        print(f"had nothing to do: {', '.join(dict.fromkeys(idle))}\n")
     programs = [(name, p["steps"], p["unique_kernels"], p["aten_steps"], size(p["arena_bytes"])) for name, p in result["program"].items()]
     table("programs", ("bucket", "steps", "kernels", "aten steps", "arena"), programs, right=(1, 2, 3, 4))
     pairs(
@@ -131,11 +135,25 @@ def compiled(result: Mapping[str, Any]) -> None:
             "path": result["artifact"],
             "version": result["version"],
             "size": size(result["size_bytes"]),
-            "verify": result["verify"],
-            "predicted": result["predicted"],
+            "verified": verdict(result["verify"]),
+            "predicted": _prediction(result["predicted"]) if result["predicted"] else "nothing: it was not run here",
             "seconds": "  ".join(f"{phase} {seconds:.1f}" for phase, seconds in result["seconds"].items()),
         },
     )
+
+
+def verdict(found: Mapping[str, Any]) -> str:
+    """What the replay of the golden prompts says, in one sentence."""
+    if not found.get("replayed", True):
+        return f"not on this machine: {found['reason']}"
+    return (f"{len(found['errors']) - 1} buckets and a mixed batch replayed; logits at most {found['error']:.3g} from the model in fp64, "
+            f"{found['bound']:.3g} allowed (twice the optimized graph's own error in eager PyTorch); "
+            f"same likeliest token at {100 * found['top1']:.0f} % of positions")
+
+
+def _prediction(found: Mapping[str, Any]) -> str:
+    return (f"a decode step reads {size(found['bytes'])} at context {found['context']}: {found['decode_ms']:.3g} ms, "
+            f"{found['decode_tok_s']:.0f} tokens/s, at the {found['read_gb_s']:.1f} GB/s just measured")
 
 
 def inspected(shown: Mapping[str, Any]) -> None:

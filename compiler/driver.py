@@ -36,6 +36,8 @@ DTYPES = ("bf16", "fp32")
 BUCKETS = (1, 16, 128, 512)
 """Tokens per step. CPU kernels take the live count, so a bucket only bounds memory; 512 is where products reach their peak."""
 
+MAX_BUCKET = 16384
+
 
 @dataclass(frozen=True)
 class Options:
@@ -112,6 +114,8 @@ def compile(
     """
     options = options or Options()
     _check(options)
+    if not isinstance(model, (str, Path, torch.nn.Module)):
+        raise UserError(f"a model's name, a path or a torch.nn.Module is expected, not {type(model).__name__}")
     target = targets.find(options.target)
     backend = _backend(target.kind)
     toolchain = backend.toolchain(target.isa)
@@ -201,8 +205,12 @@ def _result(path: Path, clock: _Clock, summary: dict[str, Any], verified: dict[s
 def _check(options: Options) -> None:
     if options.dtype not in DTYPES:
         raise UserError(f"unknown dtype {options.dtype!r}: choose one of {', '.join(DTYPES)}")
+    if options.dtype == "bf16" and options.allow != "approximate":
+        raise UserError(f"--allow {options.allow} forbids rounding weights to bf16, which is approximate: add --dtype fp32")
     if not options.buckets or any(b < 1 for b in options.buckets):
         raise UserError(f"buckets are {list(options.buckets)}: give at least one number of tokens, each 1 or more")
+    if max(options.buckets) > MAX_BUCKET:
+        raise UserError(f"a bucket of {max(options.buckets)} tokens: {MAX_BUCKET} is the largest; longer prompts run in chunks")
     if not 1 <= options.max_sequences <= 256:
         raise UserError(f"max_sequences is {options.max_sequences}: choose 1..256")
     if options.dump and options.dump.exists() and (not options.dump.is_dir() or any(options.dump.iterdir())):

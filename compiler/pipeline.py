@@ -37,7 +37,7 @@ class PassResult:
         """The stable form of `infc compile --json`."""
         refused = [{"site": site, "reason": reason} for site, reason in self.refused.items()]
         return {"name": self.name, "fired": self.fired, "refused": refused, "contract": self.contract.label,
-                "error": self.error, "seconds": round(self.seconds, 4)}
+                "error": self.error, "seconds": round(self.seconds, 4), "check_seconds": round(self.check_seconds, 4)}
 
 
 @dataclass

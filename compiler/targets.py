@@ -35,6 +35,9 @@ TARGETS = {target.name: target for target in (
     Target("portable", "cpu", "portable", (), "any CPU g++ compiles for, aarch64 among them; no ISA extension", "none needed"),
 )}
 
+GPU_NAMES = ("cuda", "gpu", "a100", "h100", "h100-pcie", "h200", "b200", "l40s")
+"""What people ask for and this version does not have: told so, rather than shown the nearest CPU."""
+
 
 def host_flags() -> frozenset[str]:
     """The feature flags Linux shows for this CPU; empty where /proc/cpuinfo lists none."""
@@ -58,6 +61,8 @@ def find(name: str) -> Target:
     """The target of this name; "cpu" is the machine we are on. Raises UserError naming the nearest one."""
     if name == "cpu":
         return host()
+    if name in GPU_NAMES:
+        raise UserError(f"target {name!r}: this version compiles for CPUs only ({', '.join(('cpu', *TARGETS))})")
     if name not in TARGETS:
         raise UserError(f"unknown target {name!r}: {nearest(name, ('cpu', *TARGETS))}")
     return TARGETS[name]

@@ -69,6 +69,19 @@ def test_wrong_option(empty: Path, option: tuple[str, ...]):
     refused(compiling("tiny", *option, "-o", empty / "a.infc"))
 
 
+def test_an_exact_compile_says_which_dtype_it_needs(empty: Path):
+    refused(compiling("tiny", "--allow", "exact", "-o", empty / "a.infc"), "--dtype fp32")
+
+
+@pytest.mark.parametrize("target", ["h100", "cuda"])
+def test_a_gpu_target_is_told_that_there_is_none(empty: Path, target: str):
+    refused(compiling("tiny", "--target", target, "-o", empty / "a.infc"), target, "CPUs only")
+
+
+def test_a_bucket_past_all_sense_is_refused(empty: Path):
+    refused(compiling("tiny", "--buckets", "1,999999999", "-o", empty / "a.infc"), "999999999", "16384")
+
+
 def test_no_compiler_names_the_package_to_install(empty: Path, tmp_path: Path):
     nothing = tmp_path / "bin"
     nothing.mkdir()

@@ -23,7 +23,7 @@ def test_runs_checks_and_reports():
     report = run_pipeline(graph(), [DOUBLE], check="strict", progress=seen.append)
     assert report.fired("double") == 1 and seen == report.passes
     (entry,) = report.json()
-    assert set(entry) == {"name", "fired", "refused", "contract", "error", "seconds"}
+    assert set(entry) == {"name", "fired", "refused", "contract", "error", "seconds", "check_seconds"}
     assert (entry["name"], entry["fired"], entry["refused"], entry["contract"], entry["error"]) == ("double", 1, [], "exact", 0.0)
 
 

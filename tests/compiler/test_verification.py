@@ -1,7 +1,6 @@
 """Golden cases: a bound is worth something only where the model itself has an answer."""
 import pytest
 import torch
-
 from infc import passes
 from infc.compiler.errors import CheckFailed
 from infc.compiler.frontends import capture, load
