@@ -142,7 +142,7 @@ def compile(
     if options.dump:
         _dump_programs(options.dump, programs, store, backend.source(store))
     with clock.phase("code", f"building {len(store.kernels)} kernels with {toolchain.name}"):
-        code = toolchain.build(backend.source(store), cache_folder() / "code")
+        code = toolchain.build(backend.source(store), cache_folder() / "code", lambda line: listen(Event("note", "code", line)))
     with clock.phase("golden", "computing golden outputs in fp64"):
         golden = verification.golden(captured, graph, options.buckets)
     version = keys.version(graph, programs, options, target.isa, toolchain.identity)

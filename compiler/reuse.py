@@ -2,8 +2,10 @@
 
 An entry is a whole artifact under $XDG_CACHE_HOME/infc/artifacts/<key>.infc, written like any other: aside, then renamed. What
 is copied out is hashed whole and its golden outputs are replayed, as after a compile; an entry that fails is removed and the
-compile runs. The oldest entries go when all together pass the budget.
+compile runs. The oldest entries go when all together pass the budget. A cache that cannot be written costs a note, no more.
 """
+import contextlib
+import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -12,13 +14,29 @@ from pathlib import Path
 
 from ..runtime.artifact import copy, verify_files
 from ..runtime.errors import RuntimeFault
+from .errors import InfcError
 
 BUDGET_BYTES = 4 << 30
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def cache_folder() -> Path:
     """Where compiled code and finished artifacts are kept between compiles: $XDG_CACHE_HOME/infc, else ~/.cache/infc."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "infc"
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link or a folder, as far as it goes."""
+    with contextlib.suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
+
+
+class _Useless(Exception):
+    """The entry, not the output, is at fault."""
 
 
 @dataclass(frozen=True)
@@ -35,19 +53,43 @@ class Entry:
     def take(self, output: Path, force: bool, check: Callable[[Path], object]) -> bool:
         """Copy the entry to `output`, whole and checked; False where there is none to use.
 
-        Raises RuntimeFault where `output` cannot be written, and whatever `check` raises.
+        An entry that was altered, vanishes or fails `check` is removed. Raises RuntimeFault where `output` cannot be written.
         """
-        if not self.path.is_dir():
+        if not os.path.lexists(self.path):
             return False
         try:
-            verify_files(self.path, full=True).close()
-        except RuntimeFault as fault:
-            self.note(f"the kept artifact is of no use, compiling again: {fault}")
-            shutil.rmtree(self.path, ignore_errors=True)
+            self._copy(output, force, check)
+        except _Useless as useless:
+            self.note(f"the kept artifact is of no use, compiling again: {useless}")
+            remove(self.path)
             return False
-        copy(self.path, output, force, check)
-        os.utime(self.path)
+        with contextlib.suppress(OSError):                # a cache may be read-only
+            os.utime(self.path)
         return True
+
+    def _copy(self, output: Path, force: bool, check: Callable[[Path], object]) -> None:
+        """Raises _Useless for all that the entry is to blame for; what else fails is about `output`."""
+        def checked(folder: Path) -> None:                # the copy, not the entry: another process may be replacing that one
+            try:
+                verify_files(folder, full=True).close()
+                check(folder)
+            except (RuntimeFault, InfcError, OSError) as error:
+                raise _Useless(str(error).replace(str(folder), str(self.path))) from error
+
+        if not os.path.isdir(self.path):
+            raise _Useless(f"{self.path} is no folder")
+        try:
+            copy(self.path, output, force, checked)
+        except (RuntimeFault, OSError) as fault:
+            error = fault.__cause__ if isinstance(fault, RuntimeFault) else fault
+            if isinstance(error, OSError) and self._reading(error):
+                raise _Useless(f"{error.filename} cannot be read ({error.strerror})") from error
+            raise
+
+    def _reading(self, error: OSError) -> bool:
+        """Whether a file of the entry is at fault. A full disk is never: shutil names the source of the copy then as well."""
+        name = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes, os.PathLike)) else ""
+        return error.errno not in _FULL and bool(name) and Path(name).is_relative_to(self.path)
 
     def keep(self, artifact: Path) -> None:
         """Keep a copy of `artifact`; where that fails (a full disk) the compile is no worse for it."""
@@ -59,9 +101,13 @@ class Entry:
             self.note(f"not kept for the next compile: {error}")
 
     def _evict(self) -> None:
-        entries = sorted(self.path.parent.glob("*.infc"), key=lambda e: e.stat().st_mtime, reverse=True)
+        found = list[tuple[float, int, Path]]()
+        for entry in self.path.parent.glob("*.infc"):
+            with contextlib.suppress(OSError):            # gone by now: another compile evicts as well
+                size = sum(file.stat().st_size for file in entry.rglob("*") if file.is_file())
+                found.append((entry.stat().st_mtime, size, entry))
         total = 0
-        for entry in entries:
-            total += sum(file.stat().st_size for file in entry.rglob("*") if file.is_file())
+        for _, size, entry in sorted(found, reverse=True):
+            total += size
             if total > BUDGET_BYTES and entry != self.path:
-                shutil.rmtree(entry, ignore_errors=True)
+                remove(entry)

@@ -1,7 +1,7 @@
 """Claims infc operators for hand-written kernels and fused regions for the printer, and makes one C++ file of them."""
 import hashlib
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import fx
 
+from ...compiler.errors import UserError
 from ...compiler.ir import Graph, target_name
 from ...compiler.placement import Backend, Claims, Unit, Value
 from ...runtime.program import ITEM_BYTES
@@ -88,10 +89,16 @@ class Toolchain:
     name: str                                         # "g++ (Debian 12.2.0-14) 12.2.0"
     identity: str                                     # name and flags: what a key must hold
 
-    def build(self, text: str, cache: Path | None) -> bytes:
-        """The shared library of a source. Raises UserError without a compiler, CheckFailed where it does not compile."""
-        with tempfile.TemporaryDirectory(prefix="infc-code-") as folder:
-            return build(text, self.isa, Path(folder) / "kernels.so", cache).read_bytes()
+    def build(self, text: str, cache: Path | None, note: Callable[[str], None]) -> bytes:
+        """The shared library of a source; `note` gets a line where the cache is of no use.
+
+        Raises UserError without a compiler or room to compile in, CheckFailed where the source does not compile.
+        """
+        try:
+            with tempfile.TemporaryDirectory(prefix="infc-code-") as folder:
+                return build(text, self.isa, Path(folder) / "kernels.so", cache, note).read_bytes()
+        except OSError as error:
+            raise UserError(f"cannot compile in the temporary folder {tempfile.gettempdir()}: {error.strerror} (set TMPDIR)") from error
 
 
 def toolchain(isa: str) -> Toolchain:

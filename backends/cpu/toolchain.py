@@ -1,17 +1,22 @@
 """C++ source to a shared library: find the compiler, choose the flags of an instruction set, compile once per content.
 
-The library depends on libc and libm alone, holds no path, and is written to a temporary sibling and renamed.
+The library depends on libc and libm alone, holds no path, and is written to a temporary sibling and renamed. A kept library is
+followed by its sha256, in one file, and checked before it is used; the cache may fail in any way and the compile goes on.
 """
+import contextlib
+import errno
 import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 from ...compiler.errors import CheckFailed, UserError, nearest
+from ...compiler.reuse import remove
 
 KERNELS = Path(__file__).parent / "kernels"
 
@@ -32,6 +37,10 @@ ISA_FLAGS = {
 }
 """Compiler flags of each instruction set."""
 
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_FULL_WORDS = (*map(os.strerror, _FULL), "File size limit exceeded")      # the last: what g++ says of a SIGXFSZ
+_DIGEST_BYTES = 32                                                        # sha256, behind a kept library
+
 
 @dataclass(frozen=True)
 class Compiler:
@@ -44,16 +53,26 @@ class Compiler:
 
 @lru_cache(maxsize=4)
 def _probe(path: str) -> Compiler:
-    done = subprocess.run([path, "--version"], capture_output=True, text=True, check=True)
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, errors="replace", check=False, stdin=subprocess.DEVNULL)
+    except OSError as error:
+        raise UserError(f"the C++ compiler {path} cannot be started ({error.strerror}): set $CXX to one that works") from error
     version = done.stdout.partition("\n")[0].strip()
+    if done.returncode or not version:
+        said = done.stderr.strip().partition("\n")[0] or version or "nothing"
+        raise UserError(f"the C++ compiler {path} fails: `{path} --version` gave exit code {done.returncode} and said: {said}; "
+                        "set $CXX to one that works")
     return Compiler(path, "clang" not in version.lower(), version)
 
 
 def find_compiler() -> Compiler:
-    """The first of $CXX, g++, clang++ on the PATH. Raises UserError that names the package to install."""
-    for name in (os.environ.get("CXX", ""), "g++", "clang++"):
-        path = shutil.which(name) if name else None
-        if path: return _probe(path)
+    """$CXX, else the first of g++, clang++ on the PATH. Raises UserError: $CXX is no program, none is there, it does not run."""
+    asked = os.environ.get("CXX", "")
+    for name in (asked,) if asked else ("g++", "clang++"):
+        path = shutil.which(name)
+        if path: return _probe(os.path.abspath(path))         # it will run in another folder
+    if asked:
+        raise UserError(f"$CXX is {asked!r}, which is no program on the PATH: name one C++ compiler, without flags, or unset it")
     raise UserError("no C++ compiler found (tried $CXX, g++, clang++): install one, e.g. `apt-get install g++`, and try again")
 
 
@@ -73,23 +92,31 @@ def key(source: str, isa: str, compiler: Compiler) -> str:
     return digest.hexdigest()
 
 
-def build(source: str, isa: str, out_path: Path, cache_dir: Path | None = None) -> Path:
+def build(
+    source: str, isa: str, out_path: Path, cache_dir: Path | None = None, note: Callable[[str], None] = lambda line: None,
+) -> Path:
     """Compile `source` (it may include kernels/*.h) for `isa` into out_path; a library built before is copied.
 
-    Raises UserError without a compiler, CheckFailed with the compiler's first error when the source does not compile.
+    `note` gets a line when the cache is not as it should be. Raises UserError without a compiler or without room to write, CheckFailed
+    with the compiler's first error when the source does not compile.
     """
     compiler = find_compiler()
     cached = None if cache_dir is None else cache_dir / f"{key(source, isa, compiler)}.so"
-    out_path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".build-", dir=out_path.parent) as folder:
-        made = Path(folder) / "kernels.so"
-        if cached is not None and cached.exists():
-            shutil.copyfile(cached, made)
-        else:
-            _compile(compiler, source, isa, Path(folder), made)
-            if cached is not None: _keep(made, cached)
-        made.chmod(0o644)
-        os.replace(made, out_path)
+    try:
+        out_path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".build-", dir=out_path.parent) as folder:
+            made = Path(folder) / "kernels.so"
+            library = _kept(cached, note) if cached else None
+            if library is not None:
+                made.write_bytes(library)
+            else:
+                _compile(compiler, source, isa, Path(folder), made)
+                if cached: _keep(made.read_bytes(), cached, note)
+            made.chmod(0o644)
+            os.replace(made, out_path)
+    except OSError as error:
+        if error.errno in _FULL: raise _no_space(out_path.parent, str(error)) from error
+        raise UserError(f"{out_path}: the library cannot be built there ({error})") from error
     return out_path
 
 
@@ -98,17 +125,66 @@ def _compile(compiler: Compiler, source: str, isa: str, folder: Path, made: Path
     text.write_text(source)
     # run inside the folder with a relative name: no path of this machine can reach the library
     command = [compiler.path, *flags(isa, compiler), "-I", str(KERNELS), text.name, "-o", made.name, *LINK]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    if done.returncode == 0: return
-    errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()[-3:]
-    kept = Path(tempfile.mkdtemp(prefix="infc-failed-")) / text.name
-    kept.write_text(source)
-    raise CheckFailed(f"{compiler.version} failed on the generated source ({kept}): {'; '.join(errors[:3])}")
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace", check=False,
+                          env={**os.environ, "LC_ALL": "C"})              # its messages are read below
+    lines = done.stderr.splitlines()
+    full = [line for line in lines if any(words in line for words in _FULL_WORDS)]
+    if done.returncode and full: raise _no_space(folder.parent, full[0])
+    if done.returncode:
+        errors = [line for line in lines if "error" in line] or lines[-3:] or [f"exit code {done.returncode}"]
+        raise CheckFailed(f"{compiler.version} failed on the generated source ({_keep_source(source)}): {'; '.join(errors[:3])}")
+    if not made.is_file():
+        raise UserError(f"{compiler.path} ({compiler.version}) wrote no library: it is no C++ compiler; set $CXX to one")
 
 
-def _keep(made: Path, cached: Path) -> None:
-    """Into the cache, atomically; another process may be doing the same."""
-    cached.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=cached.parent, prefix=".", suffix=".so", delete=False) as sibling:
-        shutil.copyfileobj(made.open("rb"), sibling)
-    os.replace(sibling.name, cached)
+def _no_space(folder: Path, said: str) -> UserError:
+    places = " or ".join(dict.fromkeys((str(folder), os.environ.get("TMPDIR") or "/tmp")))
+    return UserError(f"no space left on the device to compile in {places}: free some, or set TMPDIR to a roomier folder ({said.strip()})")
+
+
+def _keep_source(source: str) -> str:
+    """The path of a copy to look at, or why there is none."""
+    folder = None
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="infc-failed-"))
+        (folder / "kernels.cpp").write_text(source)
+        return str(folder / "kernels.cpp")
+    except OSError as error:
+        if folder: remove(folder)
+        return f"which could not be kept: {error.strerror}"
+
+
+def _kept(cached: Path, note: Callable[[str], None]) -> bytes | None:
+    """The library kept at that place; None where there is none, or no longer what was written: such an entry is removed."""
+    try:
+        entry = cached.read_bytes()
+        library, digest = entry[:-_DIGEST_BYTES], entry[-_DIGEST_BYTES:]
+        if _digest(library, cached) == digest: return library
+        why = "it was altered (its sha256 differs)"
+    except (FileNotFoundError, NotADirectoryError):                       # nothing there; _keep says so of a folder it cannot make
+        return None
+    except OSError as error:
+        why = f"it cannot be read ({error.strerror})"
+    note(f"the kept library {cached} is of no use, compiling it again: {why}")
+    remove(cached)
+    return None
+
+
+def _keep(library: bytes, cached: Path, note: Callable[[str], None]) -> None:
+    """Into the cache, atomically (another process may be doing the same); where that fails, the compile is no worse for it."""
+    sibling = cached.with_name(f".{cached.name}.{os.getpid()}-{os.urandom(4).hex()}")
+    try:
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        with sibling.open("xb") as file:
+            file.write(library + _digest(library, cached))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(sibling, cached)
+    except OSError as error:
+        note(f"the library is not kept for the next compile: {cached.parent} cannot be written ({error.strerror})")
+    finally:
+        with contextlib.suppress(OSError): sibling.unlink()
+
+
+def _digest(library: bytes, cached: Path) -> bytes:
+    return hashlib.sha256(cached.name.encode() + library).digest()       # with its name: an entry under another key is no use
