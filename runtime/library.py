@@ -1,6 +1,7 @@
 """The shared library of an artifact: its kernels by symbol, and the pool of threads that runs them (kernels/pool.h)."""
 import ctypes
 import os
+import weakref
 from ctypes import c_int, c_int64, c_uint32, c_uint64, c_void_p
 
 from . import isa
@@ -30,6 +31,9 @@ class Library:
         self._pool = self._code.infc_pool_create(threads, SPIN_US)
         if not self._pool:
             raise RuntimeFault(f"cannot start {threads} threads; load with a smaller threads=")
+        # a model dropped without close() stops them too. Not at exit: the process ends them, and one may be amid a step.
+        self._stop = weakref.finalize(self, _stop, self._code, self._pool, self._pid)
+        self._stop.atexit = False
 
     def _load(self, artifact: Artifact) -> ctypes.CDLL:
         path, fd = artifact.code_path()
@@ -76,9 +80,13 @@ class Library:
 
     def close(self) -> None:
         """Stop the threads."""
-        pool, self._pool = self._pool, None
-        if pool and os.getpid() == self._pid:
-            self._code.infc_pool_destroy(pool)
+        self._pool = None
+        self._stop()                                      # once: it does nothing when called again
+
+
+def _stop(code: ctypes.CDLL, pool: int, pid: int) -> None:
+    if os.getpid() == pid:                                # a forked child has the pool's memory, but none of its threads
+        code.infc_pool_destroy(pool)
 
 
 def default_threads() -> int:

@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from .errors import RuntimeFault
@@ -10,6 +10,10 @@ from .errors import RuntimeFault
 Message = Mapping[str, str]
 Prompt = str | Sequence[int] | Sequence[Message]
 """Text, token ids, or the messages of a conversation."""
+
+
+_MAX_FLOAT = (2 - 2**-23) * 2.0**127
+"""The largest float32, which is what a kernel gets."""
 
 
 class Sampling(NamedTuple):
@@ -30,7 +34,7 @@ class Sampling(NamedTuple):
             raise RuntimeFault(f"top_k is {top_k}; it must be >= 0 (0 turns it off)")
         if not 0 < top_p <= 1:
             raise RuntimeFault(f"top_p is {top_p}; it must lie in (0, 1] (1 turns it off)")
-        return Sampling(temperature, min(top_k, 2**31 - 1), top_p)
+        return Sampling(min(temperature, _MAX_FLOAT), min(top_k, 2**31 - 1), top_p)
 
 
 def max_tokens(value: Any) -> int:
@@ -42,27 +46,57 @@ def max_tokens(value: Any) -> int:
 
 
 def seeds(value: Any, count: int) -> list[int | None]:
-    """One seed a prompt: None draws one, an int is every prompt's, a sequence gives each its own."""
+    """One seed a prompt: None draws one, an int is every prompt's, a sequence or an array gives each its own."""
     if value is None:
         return [None] * count
-    if isinstance(value, Sequence) and not isinstance(value, str):
+    if is_list(value):
+        value = value.tolist() if hasattr(value, "tolist") else value
         if len(value) != count:
             raise RuntimeFault(f"seed has {len(value)} values for {count} prompts; give one seed, or one for each")
         return [_integer("seed", v) for v in value]
     return [_integer("seed", value)] * count
 
 
-def stops(value: Any) -> tuple[tuple[str, ...], frozenset[int]]:
-    """Stop strings and stop token ids out of one collection, or out of a single string or id."""
-    items = (value,) if isinstance(value, (str, int)) else tuple(value)
-    strings = tuple(s for s in items if isinstance(s, str))
+def stops(value: Any, vocab: int) -> tuple[tuple[str, ...], frozenset[int]]:
+    """Stop strings and stop token ids out of one collection, or out of a single string or id. None: no stop."""
+    if value is None:
+        value = ()
+    items = tuple(value) if is_list(value) or isinstance(value, (Set, Iterator)) else (value,)
+    strings = tuple(unicode("stop", s) for s in items if isinstance(s, str))
     if "" in strings:
         raise RuntimeFault("stop holds an empty string, which every text contains; give at least one character")
-    return strings, frozenset(_integer("stop", s) for s in items if not isinstance(s, str))
+    return strings, frozenset(_stop_id(s, vocab) for s in items if not isinstance(s, str))
+
+
+def _stop_id(value: Any, vocab: int) -> int:
+    number = _integer("stop", value, "text or a token id")
+    if not 0 <= number < vocab:
+        raise RuntimeFault(f"stop is {number}; the vocabulary has ids 0..{vocab - 1}")
+    return number
+
+
+def unicode(what: str, text: str) -> str:
+    """The text itself. Raises RuntimeFault where it holds a lone surrogate, as bytes of a command line that are no UTF-8 do."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        at = error.start
+        raise RuntimeFault(f"{what} is not valid Unicode: character {at} is U+{ord(text[at]):04X}, half of a pair; "
+                           "give UTF-8 text") from error
+    return text
+
+
+def is_list(value: Any) -> bool:
+    """Whether a value has items to be read one by one: a list or an array, not text and not a number of any kind."""
+    if isinstance(value, (str, bytes, bytearray)):
+        return False
+    return isinstance(value, Sequence) or (hasattr(value, "tolist") and getattr(value, "ndim", 1) > 0)
 
 
 def token_ids(value: Any, vocab: int, what: str) -> list[int]:
     """A list of token ids of the vocabulary, not empty. `value`: any sequence of integers, an array as well."""
+    if not is_list(value):
+        raise RuntimeFault(f"{what} is a {type(value).__name__}; give a list of token ids")
     items = value.tolist() if hasattr(value, "tolist") else list(value)
     if not items:
         raise RuntimeFault(f"{what} is empty; give at least one token")
@@ -86,9 +120,7 @@ def split_prompts(value: Any) -> list[Prompt]:
         )
     if not value:
         raise RuntimeFault("prompts is empty; give at least one prompt")
-    if all(isinstance(v, Mapping) for v in value) or not any(
-        isinstance(v, (str, Sequence)) or hasattr(v, "tolist") for v in value
-    ):
+    if all(isinstance(v, Mapping) for v in value) or not any(isinstance(v, (str, bytes, bytearray)) or is_list(v) for v in value):
         return [value]
     return list(value)
 
@@ -102,10 +134,10 @@ def _number(name: str, value: Any) -> float:
         raise RuntimeFault(f"{name} is {value!r}; it must be a number") from error
 
 
-def _integer(name: str, value: Any) -> int:
+def _integer(name: str, value: Any, expected: str = "an integer") -> int:
     try:
         if isinstance(value, bool):
             raise TypeError
         return operator.index(value)
     except TypeError as error:
-        raise RuntimeFault(f"{name} is {value!r}; it must be an integer") from error
+        raise RuntimeFault(f"{name} is {value!r}; it must be {expected}") from error

@@ -20,10 +20,10 @@ def make_requests(
     sampling = sampling.checked()
     limit = options.max_tokens(max_tokens)
     seeds = options.seeds(seed, len(prompts))
-    strings, stop_ids = options.stops(stop)
+    model = stepper.artifact.manifest.model
+    strings, stop_ids = options.stops(stop, model.vocab)
     if strings:
         tokenizer.get()                                   # a model without one says so now
-    model = stepper.artifact.manifest.model
     eos = frozenset[int]() if ignore_eos else frozenset(model.eos_ids)
     lists = [
         options.token_ids(_encode(tokenizer, f"prompt {i}", prompt, chat, system), model.vocab, f"prompt {i}")
@@ -43,12 +43,17 @@ def _encode(tokenizer: LazyTokenizer, what: str, prompt: Any, chat: bool, system
     if isinstance(prompt, str):
         if not prompt:
             raise RuntimeFault(f"{what} is empty; give at least one character")
+        options.unicode(what, prompt)
         if not chat:
             return tokenizer.get().encode(prompt)
         return _converse(tokenizer, system, [{"role": "user", "content": prompt}])
     if isinstance(prompt, Sequence) and prompt and all(isinstance(m, Mapping) for m in prompt):
+        for i, message in enumerate(prompt):
+            for key, value in message.items():
+                if isinstance(value, str):
+                    options.unicode(f"{what}: message {i}: {key}", value)
         return _converse(tokenizer, system, prompt)       # type: ignore[arg-type]
-    if not isinstance(prompt, Sequence) and not hasattr(prompt, "tolist"):
+    if not options.is_list(prompt):
         raise RuntimeFault(f"{what} is a {type(prompt).__name__}; give a string, token ids, or messages")
     if chat:
         raise RuntimeFault(f"{what} is token ids; chat and system need text or messages")
@@ -56,6 +61,8 @@ def _encode(tokenizer: LazyTokenizer, what: str, prompt: Any, chat: bool, system
 
 
 def _converse(tokenizer: LazyTokenizer, system: str | None, messages: Sequence[Message]) -> list[int]:
+    if isinstance(system, str):
+        options.unicode("system", system)
     first = [{"role": "system", "content": system}] if system is not None else []
     return tokenizer.get().chat([*first, *messages])
 

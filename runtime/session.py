@@ -20,8 +20,8 @@ from .text import LazyTokenizer
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
-Stop = str | int | Sequence[str | int]
-"""Strings and token ids that end an answer, or a single one."""
+Stop = str | int | Sequence[str | int] | None
+"""Strings and token ids that end an answer, or a single one; None as well as () is none."""
 
 
 class Model(Stepper):

@@ -1,6 +1,6 @@
 """One step at a time: choose the smallest bucket that holds it, fill its inputs, replay its program."""
 from collections.abc import Mapping, Sequence
-from threading import Lock
+from threading import RLock
 from typing import Any, Literal, NamedTuple
 
 from . import options
@@ -64,7 +64,7 @@ class Stepper:
         self.pool = BlockPool(executor.kv_blocks, list(executor.kv.values()))
         self.cache: ReplayCache[StepTable] = ReplayCache(CACHE_BYTES)
         self.steps = 0
-        self.lock = Lock()
+        self.lock = RLock()                                 # a step checks, runs and undoes what it did in one turn
         self._buckets = sorted(artifact.manifest.buckets, key=lambda b: (b.bucket["T"], b.bucket["N"]))
 
     def run(self, works: Sequence[Work]) -> list[int]:
@@ -85,8 +85,8 @@ class Stepper:
 
     def profile(self, sequence: OpenSequence, tokens: Sequence[int]) -> list[tuple[str, int]]:
         """Append tokens to a sequence in one step; (operator, nanoseconds with its barrier) of each step of the program."""
-        works = [Work(sequence, self._checked([sequence], [tokens], "last")[0], 1)]
         with self.lock:
+            works = [Work(sequence, self._checked([sequence], [tokens], "last")[0], 1)]
             dims, table = self._prepare(works)
             times = table.profile(dims)
             self._advance(works)
@@ -101,16 +101,18 @@ class Stepper:
 
         logits: of each sequence's last new token, of all its new tokens, or of none. All arrays are copies. More tokens
         than the largest bucket holds run in chunks. Raises RuntimeFault, and changes no sequence, where a value is out of
-        its limits or the KV pool is full.
+        its limits, the KV pool is full, or a sequence is not of this model.
         """
-        lists = self._checked(sequences, tokens, logits)
-        before = [s.length for s in sequences]
-        try:
-            return self._append(sequences, lists, logits)
-        except RuntimeFault:
-            for sequence, length in zip(sequences, before, strict=True):
-                sequence.truncate(length)
-            raise
+        sequences, tokens = _listed("sequences", sequences), _listed("tokens", tokens)
+        with self.lock:
+            lists = self._checked(sequences, tokens, logits)
+            before = [s.length for s in sequences]
+            try:
+                return self._append(sequences, lists, logits)
+            except RuntimeFault:
+                for sequence, length in zip(sequences, before, strict=True):
+                    sequence.truncate(length)
+                raise
 
     @property
     def counters(self) -> dict[str, int]:
@@ -167,6 +169,7 @@ class Stepper:
             work.sequence.length += len(work.tokens)
 
     def _checked(self, sequences: Sequence[OpenSequence], tokens: Sequence[Sequence[int]], logits: str) -> list[list[int]]:
+        self.executor.library.require_ready()
         if logits not in ("last", "all", "none"):
             raise RuntimeFault(f"logits is {logits!r}; it must be last, all or none")
         if len(sequences) != len(tokens) or not sequences or len(set(map(id, sequences))) != len(sequences):
@@ -175,6 +178,12 @@ class Stepper:
         if len(sequences) > self.limits.sequences:
             raise RuntimeFault(f"step got {len(sequences)} sequences; the limit is {self.limits.sequences} "
                                "(max_sequences= when loading)")
+        for i, sequence in enumerate(sequences):
+            if not isinstance(sequence, OpenSequence):
+                raise RuntimeFault(f"sequence {i} is a {type(sequence).__name__}; make one with sequence()")
+            if sequence._pool is not self.pool:
+                raise RuntimeFault(f"sequence {i} belongs to another model, whose KV blocks it names; make one with this "
+                                   "model's sequence()")
         vocab = self.artifact.manifest.model.vocab
         lists = [options.token_ids(t, vocab, f"sequence {i}") for i, t in enumerate(tokens)]
         for i, (sequence, ids) in enumerate(zip(sequences, lists, strict=True)):
@@ -199,6 +208,13 @@ class Stepper:
         import numpy as np
 
         return StepResult([np.concatenate(pieces) for pieces in found], likeliest)
+
+
+def _listed(name: str, values: Any) -> list[Any]:
+    try:
+        return list(values)
+    except TypeError as error:
+        raise RuntimeFault(f"{name} is a {type(values).__name__}; give a list, one item a sequence") from error
 
 
 def _chunks(lengths: Sequence[int], limits: Limits, all_rows: bool) -> list[list[tuple[int, int, int, int]]]:

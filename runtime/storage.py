@@ -3,6 +3,7 @@
 import os
 import stat
 import struct
+import weakref
 from pathlib import Path, PurePosixPath
 
 from .errors import RuntimeFault
@@ -34,6 +35,7 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.where = str(path)
         self._root = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        self._close = _closer(self, self._root)
 
     def open(self, name: str) -> Span:
         """Open a file. FileNotFoundError where it is missing; RuntimeFault where it is no plain file of this folder."""
@@ -65,9 +67,8 @@ class Folder:
 
     def close(self) -> None:
         """Let go of it."""
-        if self._root >= 0:
-            os.close(self._root)
-            self._root = -1
+        self._root = -1
+        self._close()
 
 
 class Zip:
@@ -78,6 +79,7 @@ class Zip:
 
         self.where = str(path)
         self._fd = os.open(path, os.O_RDONLY)
+        self._close = _closer(self, self._fd)
         self._members: dict[str, tuple[int, int]] = {}
         try:
             with os.fdopen(os.dup(self._fd), "rb") as file, zipfile.ZipFile(file) as archive:
@@ -115,9 +117,8 @@ class Zip:
 
     def close(self) -> None:
         """Let go of it."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._fd = -1
+        self._close()
 
 
 def open_storage(path: Path) -> Folder | Zip:
@@ -128,6 +129,13 @@ def open_storage(path: Path) -> Folder | Zip:
         raise RuntimeFault(f"{path}: no such artifact; make one with: infc compile MODEL -o {path}") from error
     except OSError as error:
         raise RuntimeFault(f"{path}: cannot be opened ({error.strerror})") from error
+
+
+def _closer(owner: object, fd: int) -> "weakref.finalize[[int], object]":
+    """Closes `fd` once: when it is called, or when its owner was dropped."""
+    closer = weakref.finalize(owner, os.close, fd)
+    closer.atexit = False                                 # the process closes it
+    return closer
 
 
 def _replaced(fd: int, path: str) -> bool:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from cpu_kernels import ISAS, Library, R, T, call, judge, judge_sums, mean_error, meta
 from infc.compiler.ops.registry import by_name
+from infc.compiler.ops.sample import GREEDY_BELOW
 from torch import Tensor, fx
 
 F32, BF16, I32 = torch.float32, torch.bfloat16, torch.int32
@@ -200,6 +201,43 @@ def test_argmax_ignores_nan_and_takes_the_lowest_index(library: Library) -> None
     for threads in (1, 2, 3):
         (token,) = library.run("sample", given, [0, 0, 3], threads)
         assert token.tolist() == [17, 999, 0]
+
+
+def settings(rows: int, temperature: float, top_k: int = 0, uniform: float = 0.99) -> dict[str, Tensor]:
+    return {"temperature": torch.full((rows,), temperature), "top_k": torch.full((rows,), top_k, dtype=I32), "top_p": torch.ones(rows),
+            "uniform": torch.full((rows,), uniform)}
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 2.9e-39, 1e-38, 9e-31, GREEDY_BELOW, 1e-29, torch.nan])
+def test_a_tiny_temperature_is_greedy(library: Library, temperature: float) -> None:
+    logits = randn(3, 1000)
+    logits[2, [40, 500]] = 9.0                                         # a tie, of which the second is drawn where it is drawn
+    given = {"logits": logits, **settings(3, temperature)}
+    expected = by_name("infc::sample").reference(**given)
+    assert expected.tolist() == [*logits[:2].argmax(-1), 500 if temperature >= GREEDY_BELOW else 40]
+    for top_k in (0, 7):
+        (token,) = library.run("sample", {**given, **settings(3, temperature, top_k)}, [0, 0, 3], threads=2)
+        assert torch.equal(token, expected)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("top_k", [0, 5, 990])
+def test_nan_and_infinite_logits(library: Library, temperature: float, top_k: int) -> None:
+    logits = randn(6, 1000)
+    logits[0, ::2] = torch.nan
+    logits[1] = torch.nan
+    logits[2] = -torch.inf
+    logits[2, :20] = torch.nan
+    logits[3, [700, 900]] = torch.inf
+    logits[4, 3:] = torch.nan
+    logits[5, 100:] = -torch.inf
+    for uniform in (0.0, 0.3, 0.99):
+        given = {"logits": logits, **settings(6, temperature, top_k, uniform)}
+        expected = by_name("infc::sample").reference(**given)
+        assert expected[1:4].tolist() == [0, 0, 700]
+        for threads in (1, 2, 3):
+            (token,) = library.run("sample", given, [0, 0, 6], threads)
+            assert torch.equal(token, expected)
 
 
 def test_no_rows_is_no_work(library: Library) -> None:

@@ -22,6 +22,7 @@ from infc.compiler.ops import (
     swiglu,
 )
 from infc.compiler.ops.registry import arguments, cost_of
+from infc.compiler.ops.sample import GREEDY_BELOW
 from torch import Tensor, fx
 
 
@@ -320,6 +321,20 @@ def test_top_k_and_top_p_keep_what_they_say():
     assert set(draw(logits, 1.0, top_k=2, top_p=0.6, uniform=every).tolist()) == {1}    # of the mass top-k left: 0.5 / 0.8
     assert draw(logits, 1e-8, uniform=every).unique().tolist() == [1]                   # nearly greedy, no overflow
     assert draw(logits, 1.0, top_k=99, uniform=0.99999994).tolist() == [3]
+
+
+def test_a_tiny_temperature_is_greedy():
+    logits = torch.tensor([1.0, 3.0, 2.0, 3.0])
+    for temperature in (1e-45, 2.9e-39, 1e-38, 9e-31, math.nan):
+        assert draw(logits, temperature, uniform=0.99999994).tolist() == [1]
+    assert draw(logits, GREEDY_BELOW, uniform=0.99999994).tolist() == [3]               # of the two that tie
+
+
+def test_nan_counts_as_minus_infinity_and_no_mass_is_argmax():
+    nan, inf = math.nan, math.inf
+    for temperature in (0.0, 1.0):
+        for values, token in (([nan, 1, nan], 1), ([nan, nan, nan], 0), ([nan, -inf, -inf], 0), ([1, inf, inf], 1)):
+            for top_k in (0, 2): assert draw(torch.tensor(values), temperature, top_k, uniform=0.99).tolist() == [token]
 
 
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.0, 5, 1.0), (1.5, 0, 0.8), (0.9, 6, 0.9)])

@@ -43,7 +43,25 @@ def model(fake):
     ("a", {"seed": 1.5}, "seed is 1.5"),
     (["a", "b"], {"seed": [1]}, "seed has 1 values for 2 prompts"),
     ("a", {"stop": ""}, "stop holds an empty string"),
-    ("a", {"stop": ["x", 1.5]}, "stop is 1.5"),
+    ("a", {"stop": ["x", 1.5]}, "stop is 1.5; it must be text or a token id"),
+    ("a", {"stop": 1.5}, "stop is 1.5"),
+    ("a", {"stop": True}, "stop is True"),
+    ("a", {"stop": b"a"}, "stop is b'a'; it must be text or a token id"),
+    ("a", {"stop": [b"a"]}, "stop is b'a'"),
+    ("a", {"stop": {"a": 1}}, "stop is {'a': 1}"),
+    ("a", {"stop": [-4]}, r"stop is -4; the vocabulary has ids 0\.\.511"),
+    ("a", {"stop": 512}, "stop is 512"),
+    ("a", {"stop": "b\ud800"}, "stop is not valid Unicode: character 1"),
+    ("a", {"seed": b"a"}, "seed is b'a'"),
+    (["a", "b"], {"seed": np.array([1])}, "seed has 1 values for 2 prompts"),
+    ("a", {"seed": np.array([1.5])}, "seed is 1.5"),
+    (["a", "b\udcff"], {}, r"prompt 1 is not valid Unicode: character 1 is U\+DCFF"),
+    ("\ud800", {"chat": True}, r"prompt 0 is not valid Unicode: character 0 is U\+D800"),
+    ("a", {"system": "be \ud800"}, "system is not valid Unicode: character 3"),
+    ([{"role": "user", "content": "a\ud800"}], {}, "prompt 0: message 0: content is not valid Unicode: character 1"),
+    ([np.float32(1)], {}, "token 0 is .*1.0.*; it must be an integer"),
+    ([[1], np.int32(1)], {}, "prompt 1 is a int32; give a string, token ids"),
+    ([b"ab"], {}, "prompt 0 is a bytes"),
     ("a", {"chat": True}, "no chat template"),
     ([1, 2], {"chat": True}, "prompt 0 is token ids; chat and system need text"),
 ])
@@ -70,6 +88,22 @@ def test_arrays_are_prompts(fake, model):
     expected = fake.answer([1, 2, 3], 4)
     assert model.generate(np.array([1, 2, 3]), max_tokens=4)[0].token_ids == expected
     assert model.generate([np.array([1, 2, 3]), (1, 2, 3)], max_tokens=4)[1].token_ids == expected
+    assert model.generate([np.int32(1), np.array(2), 3], max_tokens=4)[0].token_ids == expected        # one prompt
+
+
+@pytest.mark.parametrize("kind", [np.int64, lambda i: [np.int32(i)], lambda i: {i}, lambda i: np.array([i]), lambda i: iter([i])])
+def test_a_stop_of_any_kind(fake, model, kind):
+    expected = fake.answer([1, 2, 3], 8)
+    output = model.generate([1, 2, 3], max_tokens=8, ignore_eos=True, stop=kind(expected[2]))[0]
+    assert (output.finish_reason, output.token_ids) == ("stop", expected[:3])
+    assert model.generate([1, 2, 3], max_tokens=8, ignore_eos=True, stop=None)[0].token_ids == expected
+
+
+def test_an_array_of_seeds_is_a_list_of_seeds(model):
+    def ask(seed):
+        return model.generate([[1, 2], [1, 2]], max_tokens=8, temperature=1, ignore_eos=True, seed=seed)
+
+    assert ask(np.array([4, 5])) == ask([4, 5]) != ask(np.array(4)) == ask(4)
 
 
 def test_text_needs_a_tokenizer(fake):

@@ -1,6 +1,8 @@
 """The process around a model: threads, forks, quotas, moved memory, an ATen step."""
 import os
 import threading
+import weakref
+import zipfile
 
 import msgspec
 import numpy as np
@@ -44,6 +46,37 @@ def test_a_forked_child_is_told(fake):
         assert b"loaded before this process was forked" in os.read(read, 1000)
         os.close(read), os.close(write)
         assert model.generate([1, 2], max_tokens=4)[0].token_ids == fake.answer([1, 2], 4)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_dropped_model_leaves_nothing(fake, packed):
+    path = fake.write()
+    if packed:
+        with zipfile.ZipFile(path.with_suffix(".zip"), "w") as archive:
+            for file in path.rglob("*"): archive.write(file, file.relative_to(path))
+        path = path.with_suffix(".zip")
+    before = left()
+    model = load(path, threads=3)
+    executor = weakref.ref(model.executor)
+    assert model.generate([1, 2], max_tokens=4)[0].token_ids == fake.answer([1, 2], 4)
+    during = left()
+    child = os.fork()
+    if child == 0:                                                  # the pool's threads are not here to be joined
+        del model
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert model.generate([1, 2], max_tokens=4)[0].token_ids == fake.answer([1, 2], 4)
+    del model
+    assert executor() is None
+    assert during[0] == before[0] + 2 and during[1] > before[1]
+    assert left() == before
+
+
+def left() -> tuple[int, int, int]:
+    """Threads, open files, and mappings of 2 MiB and more of this process."""
+    with open("/proc/self/maps") as file:
+        spans = [[int(end, 16) for end in line.split()[0].split("-")] for line in file if len(line.split()) == 5]
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), sum(end - begin >> 21 for begin, end in spans)
 
 
 def test_default_threads_respect_affinity():

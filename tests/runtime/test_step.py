@@ -1,4 +1,6 @@
 """step(): your own loop. Logits are copies; any split into chunks and any mix of sequences gives the same; errors change nothing."""
+from threading import Thread
+
 import numpy as np
 import pytest
 from infc.runtime.errors import RuntimeFault
@@ -79,6 +81,63 @@ def test_profile_names_every_step(model):
         times = model.profile(s, [1, 2, 3])
     assert [op for op, _ in times] == ["infc.write.default", "infc.hash.default", "infc.sample.default"]
     assert all(ns >= 0 for _, ns in times)
+
+
+def test_a_sequence_of_another_model_is_refused(fake, model):
+    with load(fake.write("other.infc"), kv_tokens=512) as other:
+        theirs, mine = other.sequence(), model.sequence()
+        other.step([theirs], [[1] * 200])
+        for call in (lambda: model.step([mine, theirs], [[1], [2]]), lambda: model.profile(theirs, [2])):
+            with pytest.raises(RuntimeFault, match=r"sequence [01] belongs to another model"): call()
+        assert (mine.length, theirs.length, model.pool.free) == (0, 200, model.pool.count)
+        assert np.array_equal(other.step([theirs], [[2]]).logits[0], [fake.logits([1] * 200 + [2])])
+    with pytest.raises(RuntimeFault, match="sequence 0 belongs to another model"):
+        model.step([theirs], [[2]])                                 # of a model that is closed by now
+    with pytest.raises(RuntimeFault, match="the model is closed"):
+        other.step([theirs], [[2]])
+
+
+@pytest.mark.parametrize(("sequences", "tokens", "message"), [
+    ([5], [[1]], r"sequence 0 is a int; make one with sequence\(\)"),
+    ([None], [[1]], "sequence 0 is a NoneType"),
+    (None, [[1]], "sequences is a NoneType"),
+])
+def test_what_is_no_sequence(model, sequences, tokens, message):
+    with pytest.raises(RuntimeFault, match=message):
+        model.step(sequences, tokens)
+
+
+@pytest.mark.parametrize(("tokens", "message"), [
+    ([5], "sequence 0 is a int; give a list of token ids"),
+    ([b"ab"], "sequence 0 is a bytes"),
+    (["ab"], "sequence 0 is a str"),
+    (None, "tokens is a NoneType; give a list"),
+    (5, "tokens is a int"),
+])
+def test_what_is_no_token_list(model, tokens, message):
+    with pytest.raises(RuntimeFault, match=message):
+        model.step([model.sequence()], tokens)
+
+
+def test_two_threads_on_one_sequence_are_told_the_limit(fake, model):
+    outcomes: list[str] = []
+    with model.sequence() as s:
+        model.step([s], [[1] * 200])
+
+        def more() -> None:
+            try:
+                model.step([s], [[2] * 40])
+                outcomes.append("done")
+            except RuntimeFault as fault:
+                outcomes.append(str(fault))
+
+        callers = [Thread(target=more) for _ in range(2)]
+        with model.lock:                                            # both wait for their turn
+            for caller in callers: caller.start()
+            for caller in callers: caller.join(0.05)
+        for caller in callers: caller.join()
+        assert sorted(outcomes) == ["done", "sequence 0 has 280 tokens; the model's limit is 256"]
+        assert np.array_equal(model.step([s], [[3]]).logits[0], [fake.logits([1] * 200 + [2] * 40 + [3])])
 
 
 @pytest.mark.parametrize(("sequences", "tokens", "message"), [
