@@ -8,6 +8,7 @@ Importing this package imports neither half; each name is looked up when it is f
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    __version__: str
     from .compiler.driver import Options, Result, compile
     from .compiler.errors import CheckFailed, InfcError, UserError
     from .runtime.errors import RuntimeFault

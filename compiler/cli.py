@@ -34,7 +34,10 @@ class _MeasureByDefault(typer.core.TyperGroup):
 
 _OPTIONS: dict[str, Any] = {"no_args_is_help": True, "add_completion": False, "pretty_exceptions_enable": False}
 app = typer.Typer(help="infc: a compiler for inference graphs.", **_OPTIONS)
-bench = typer.Typer(help="Measure an artifact, `infc bench ARTIFACT [--rounds N] [-o FILE]` (more: infc bench ARTIFACT --help), or compare two measurements.", cls=_MeasureByDefault, **_OPTIONS)
+bench = typer.Typer(
+    help="Measure an artifact, `infc bench ARTIFACT [--rounds N] [-o FILE]` (more: infc bench ARTIFACT --help), or compare two of them.",
+    cls=_MeasureByDefault, **_OPTIONS,
+)
 app.add_typer(bench, name="bench")
 
 Artifact = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="what `infc compile` wrote: NAME.infc", show_default=False)]
