@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from ..compiler.errors import UserError
 from ..runtime.program import DIMS
 
 
@@ -73,6 +74,9 @@ class Context:
         if isinstance(named, int):
             return named
         base, plus, _ = named.partition("+")
+        if base != "P" and base not in self.bucket:
+            raise UserError(f"a value of the step graph depends on the size {base}, which a step does not have: this architecture's "
+                            "positions or masks are not supported yet")
         return (1 if base == "P" else self.bucket[base]) + (1 if plus else 0)
 
     def dim(self, size: object) -> int | str:

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from ..compiler.ir import Graph
-from ..compiler.placement import Claims, Unit, is_alias, source_of
+from ..compiler.placement import Claims, Unit, Value, is_alias, source_of
 from .launch import Context, Launch
 from .loop_ops import FREE, HANDLERS, SPLITS, Refused, lower, refuse
 from .loops import Region
@@ -23,9 +23,13 @@ from .loops import Region
 
 @dataclass(frozen=True)
 class LoopUnit(Unit):
-    """One region as one step."""
+    """One region as one step. Every region computes the views it uses itself, though another may do so too."""
 
     region: Region
+
+    @property
+    def reads(self) -> set[Value]:
+        return {source_of(operand.node) for operand in self.region.inputs}
 
 
 @dataclass(frozen=True)
@@ -38,10 +42,8 @@ class Loops:
     def claim(self, graph: Graph, free: Sequence[fx.Node], context: Context) -> Claims:
         plan = find(graph, free, context.symbols or graph.symbols)
         units: list[Unit] = []
-        owned: set[fx.Node] = set()
         for region in plan.regions:
-            nodes = tuple(n for n in region.nodes if not is_alias(n) and n not in owned)   # the first to run owns a shared view
-            owned.update(nodes)
+            nodes = tuple(n for n in region.nodes if not is_alias(n))
             results = tuple(source_of(o.node) for o in region.outputs)
             units.append(LoopUnit(name_of(region), self.name, nodes, results,
                                   lambda c, r=region: self.printer(r, c), region))

@@ -8,7 +8,7 @@ import networkx
 import torch
 from torch import fx
 
-from .errors import CheckFailed
+from .errors import CheckFailed, UserError
 from .ir import Graph
 
 Value = tuple[fx.Node, int]                          # the i-th result of a node that is no alias
@@ -20,15 +20,30 @@ _RESHAPES = {
 }
 
 
+class Limit(str):
+    """A reason about the model's sizes: nothing but another target can help, so the user is told just this."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True)
 class Unit:
-    """One step to be: the nodes it covers, the values it leaves behind, and how its backend lowers it."""
+    """One step to be: the nodes it computes, the values it leaves behind, and how its backend lowers it.
+
+    Units may compute the same view; a value is left behind by one unit only.
+    """
 
     op: str
     backend: str
     nodes: tuple[fx.Node, ...]
     results: tuple[Value, ...]
     lower: Callable[[Any], Any]                      # backends.launch.Context -> backends.launch.Launch
+
+    @property
+    def reads(self) -> set[Value]:
+        """The values it takes from other units, weights and inputs."""
+        values = {source_of(value) for node in self.nodes for value in node.all_input_nodes}
+        return {value for value in values if value[0] not in self.nodes}
 
     @property
     def origin(self) -> tuple[str, ...]:
@@ -81,7 +96,8 @@ def source_of(node: fx.Node) -> Value:
 
 
 def place(graph: Graph, backends: Sequence[Backend], context: Any) -> Placement:
-    """Offers every node to the backends in order of preference. Raises CheckFailed when one is left over."""
+    """Offers every node to the backends in order of preference. Raises CheckFailed when one is left over, UserError when
+    the target's limits are why."""
     free = [n for n in graph.module.graph.nodes if n.op == "call_function" and not is_alias(n) and not _is_size(n)]
     units: list[Unit] = []
     refused: dict[str, dict[str, str]] = {}
@@ -94,6 +110,9 @@ def place(graph: Graph, backends: Sequence[Backend], context: Any) -> Placement:
         free = [node for node in free if node not in taken]
     if free:
         node = free[0]
+        limit = next((reason for n in free for reason in refused.get(n.name, {}).values() if isinstance(reason, Limit)), None)
+        if limit:
+            raise UserError(limit)
         why = "; ".join(f"{name}: {reason}" for name, reason in refused.get(node.name, {}).items())
         raise CheckFailed(
             f"no backend runs {len(free)} of the graph's nodes; the first is {node.target} ({node.name}, "
@@ -108,16 +127,13 @@ def _is_size(node: fx.Node) -> bool:
 def _in_order(graph: Graph, units: list[Unit]) -> list[Unit]:
     """Units sorted by their dependences; ties, and every use of one cache, keep the graph's own order."""
     position = {node: i for i, node in enumerate(graph.module.graph.nodes)}
+    producer = {value: i for i, unit in enumerate(units) for value in unit.results}
     owner = {node: i for i, unit in enumerate(units) for node in unit.nodes}
     start = [max(position[node] for node in unit.nodes) for unit in units]
     order = networkx.DiGraph()
     order.add_nodes_from(range(len(units)))
     for i, unit in enumerate(units):
-        for node in unit.nodes:
-            for value in node.all_input_nodes:
-                producer = owner.get(source_of(value)[0], i)
-                if producer != i:
-                    order.add_edge(producer, i)
+        order.add_edges_from((producer[value], i) for value in unit.reads if producer.get(value, i) != i)
     for name in graph.kv:
         cache = next(n for n in graph.module.graph.nodes if n.op == "placeholder" and n.name == name)
         users = sorted({owner[user] for user in cache.users if user in owner}, key=lambda i: start[i])
@@ -129,4 +145,4 @@ def _in_order(graph: Graph, units: list[Unit]) -> list[Unit]:
     return [units[i] for i in ranked]
 
 
-__all__ = ["Backend", "Claims", "Placement", "Unit", "Value", "is_alias", "place", "source_of"]
+__all__ = ["Backend", "Claims", "Limit", "Placement", "Unit", "Value", "is_alias", "place", "source_of"]

@@ -11,6 +11,7 @@ from torch import fx
 
 from ...compiler.ir import target_name
 from ...compiler.ops.registry import arguments
+from ...compiler.placement import Limit
 from ..launch import Arg, Context, Launch, Out, Weight
 from .pack import BLOCK
 
@@ -173,8 +174,8 @@ def _refuse_cache(k_cache: fx.Node, v_cache: fx.Node) -> str | None:
     if k.dtype not in FLOATS or k.dtype != v.dtype: return f"the cache is {k.dtype} and {v.dtype}; both f32 or both bf16 is known"
     if k.shape[2] != BLOCK: return f"the cache has blocks of {k.shape[2]} tokens, the kernel's are {BLOCK}"
     if k.shape[3] != v.shape[3]: return f"k has heads of {k.shape[3]}, v of {v.shape[3]}"
-    if k.shape[3] % 16: return f"head size {k.shape[3]} is no multiple of 16"
-    if k.shape[3] > MAX_HEAD_ROPE: return f"head size {k.shape[3]} > {MAX_HEAD_ROPE}"
+    if k.shape[3] % 16 or k.shape[3] > MAX_HEAD_ATTENTION:
+        return Limit(f"head size {k.shape[3]} is not supported on this target: multiples of 16 up to {MAX_HEAD_ATTENTION}")
     return None
 
 
@@ -215,11 +216,18 @@ def _lower_kv_write(node: fx.Node, a: Named, context: Context) -> Launch:
     return Launch(f"kv_write_{_s(k)}_{_s(cache)}_{heads}x{d}", body, (k, a["v"], cache, a["v_cache"], a["slots"]), ("rope.h",))
 
 
+def _rope_shape(x: fx.Node) -> tuple[Any, ...]:
+    """[B,H,S,D]; tokens in a row, [T,H,D], are T batches of length 1."""
+    shape = tuple(_value(x).shape)
+    return (*shape[:2], 1, shape[2]) if len(shape) == 3 else shape
+
+
 def _refuse_rope(node: fx.Node, a: Named) -> str | None:
     q, k, cos = a["q"], a["k"], a["cos"]
     if reason := _floats(q=q, k=k, cos=cos): return reason
-    shapes = [_value(x).shape for x in (q, k, cos)]
-    if any(len(s) != 4 for s in shapes): return "the kernel knows q, k [B,H,S,D] with cos, sin [B or 1,1,S,R/2]"
+    shapes = [_rope_shape(x) for x in (q, k, cos)]
+    if any(len(s) != 4 for s in shapes) or len({_value(x).dim() for x in (q, k, cos)}) > 1:
+        return "the kernel knows q, k [B,H,S,D] with cos, sin [B or 1,1,S,R/2], and q, k [T,H,D] with cos, sin [T or 1,1,R/2]"
     (b, _, s, d), (bk, _, sk, dk), (bc, hc, sc, _) = shapes
     if (b, s, d) != (bk, sk, dk): return f"q is {tuple(shapes[0])}, k is {tuple(shapes[1])}"
     if hc != 1 or sc != s or bc not in (1, b): return f"cos is {tuple(shapes[2])} for q {tuple(shapes[0])}"
@@ -230,8 +238,9 @@ def _refuse_rope(node: fx.Node, a: Named) -> str | None:
 
 def _lower_rope(node: fx.Node, a: Named, context: Context) -> Launch:
     q, k, cos = a["q"], a["k"], a["cos"]
-    b, _, s, d = _value(q).shape
-    one = str(_value(cos).shape[0] == 1 and b != 1).lower()
+    b, _, s, d = _rope_shape(q)
+    rows = _value(cos).shape[0]                       # a SymInt is never "one": its live value may be
+    one = str(isinstance(rows, int) and rows == 1 and b != 1).lower()
     calls = [
         f"infc::rope_rows<{_t(x)}, {str(a['interleaved']).lower()}>(r, {context.dim(b)}, {context.dim(_value(x).shape[1])}, "
         f"{context.dim(s)}, {d}, {_value(cos).shape[-1]}, {one}, b[{i}], b[2], b[3], b[{4 + i}]);"
@@ -244,8 +253,6 @@ def _refuse_paged_attention(node: fx.Node, a: Named) -> str | None:
     if reason := _floats(q=a["q"], y=node) or _refuse_cache(a["k_cache"], a["v_cache"]): return reason
     q, cache = _value(a["q"]), _value(a["k_cache"])
     if q.dtype != cache.dtype: return f"q is {q.dtype}, the cache is {cache.dtype}"
-    head = cache.shape[3]
-    if head > MAX_HEAD_ATTENTION: return f"head size {head} > {MAX_HEAD_ATTENTION}"
     if not a["scale"] > 0: return f"scale {a['scale']} is not positive"
     if a["softcap"] < 0: return f"soft-cap {a['softcap']} is negative"
     for name in ("query_start", "context_len", "block_table"):

@@ -59,7 +59,7 @@ def load(spec: str | Path, progress: Progress = lambda line: None) -> "tuple[nn.
     if path.is_dir():
         from . import huggingface
 
-        return huggingface.load(path)
+        return huggingface.load(path, progress)
     if path.suffix != ".gguf":
         raise UserError(f"{path.name}: a .gguf file, a Hugging Face folder or the name of a model is expected")
     try:

@@ -47,8 +47,9 @@ def weight_files(folder: Path) -> list[Path]:
     raise UserError(f"{folder.name} has no model.safetensors{hint}")
 
 
-def check_safetensors(path: Path) -> None:
-    """The header is whole and every tensor lies inside the file (github.com/huggingface/safetensors, README: Format)."""
+def check_safetensors(path: Path) -> dict[str, list[int]]:
+    """The shape of each tensor; the header is whole and every tensor lies inside the file (github.com/huggingface/safetensors,
+    README: Format)."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         head = file.read(8)
@@ -59,6 +60,7 @@ def check_safetensors(path: Path) -> None:
             header = json.loads(file.read(length))
         except ValueError as error:
             raise UserError(f"{path.name} is altered: its header is no JSON ({error})") from error
+    shapes: dict[str, list[int]] = {}
     entries = header.items() if isinstance(header, dict) else [("its header", header)]
     for name, entry in entries:
         if name == "__metadata__":
@@ -69,6 +71,8 @@ def check_safetensors(path: Path) -> None:
         end = 8 + length + entry["data_offsets"][1]
         if end > size:
             raise UserError(f"{path.name} is truncated: {name} should end at byte {end}, the file has {size}")
+        shapes[name] = entry["shape"]
+    return shapes
 
 
 def _fault(entry: Any) -> str | None:

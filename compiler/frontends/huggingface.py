@@ -4,7 +4,8 @@ The model runs as transformers defines it, so any architecture that exports can 
 found out before transformers is imported.
 """
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,27 +32,28 @@ class Stateless(nn.Module):
         return self.hf(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
 
 
-def load(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
+def load(folder: Path, progress: Callable[[str], None] = lambda line: None) -> tuple[nn.Module, dict[str, Any]]:
     """(stateless model in eval mode, Graph.meta). Raises UserError with one line for a folder it cannot take."""
     config = read_json(folder, "config.json")
     if config.get("auto_map"):
         raise UserError(f"{folder.name} brings its own code (auto_map in config.json); infc runs no code from a checkpoint")
     shards = weight_files(folder)
-    for shard in shards:
-        check_safetensors(shard)
+    shapes = {name: shape for shard in shards for name, shape in check_safetensors(shard).items()}
     transformers = _transformers()
     known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     kind = config.get("model_type")
     if kind not in known:
         raise UserError(f"{folder.name} has model_type {kind!r}, no causal language model of transformers {transformers.__version__}: "
                         f"{nearest(str(kind), known) if kind else 'config.json names none'}")
-    model = _load_model(transformers, folder)
+    model = _load_model(transformers, folder, shapes, progress)
     return Stateless(model), describe(model, folder, shards)
 
 
 def stateless(model: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
     """(wrapped model, Graph.meta) of a transformers model in memory; no tokenizer is known."""
-    return Stateless(model), config_meta(model.config) | {"name": type(model).__name__, "source": {"kind": "module"}}
+    config: Any = model.config
+    return Stateless(model), config_meta(config, getattr(config, "eos_token_id", None), "its config") | {
+        "name": type(model).__name__, "source": {"kind": "module"}}
 
 
 def describe(model: nn.Module, folder: Path, shards: Sequence[Path]) -> dict[str, Any]:
@@ -63,31 +65,39 @@ def describe(model: nn.Module, folder: Path, shards: Sequence[Path]) -> dict[str
     template = folder / "chat_template.jinja"
     special = {key: _token_text(tokenizer[key]) for key in ("bos_token", "eos_token", "unk_token", "pad_token") if tokenizer.get(key)}
     tokenizer_json = tokenizer_file.read_text("utf-8") if tokenizer_file.is_file() else None
-    meta = config_meta(config) | {
+    where = "generation_config.json" if "eos_token_id" in generation else "config.json"
+    eos = generation.get("eos_token_id", getattr(config, "eos_token_id", None))
+    meta = config_meta(config, eos, f"{folder.name}/{where}") | {
         "name": folder.name,
         "chat_template": template.read_text("utf-8") if template.is_file() else _default_template(tokenizer.get("chat_template")),
         "tokenizer_json": tokenizer_json,
         "special_tokens": special,
         "source": {"kind": "huggingface", "file": folder.name, "sha256": _digest([folder / "config.json", *shards])},
     }
-    eos = generation.get("eos_token_id", getattr(config, "eos_token_id", None))
-    meta["eos_token_ids"] = sorted({eos} if isinstance(eos, int) else set(eos or ()))
     meta["add_bos"] = _adds_bos(tokenizer_json, meta["bos_token_id"], folder)
     return meta
 
 
-def config_meta(config: Any) -> dict[str, Any]:
-    """The part of Graph.meta that follows from a transformers config."""
+def config_meta(config: Any, eos: Any, where: str) -> dict[str, Any]:
+    """The part of Graph.meta that follows from a transformers config, and the stop tokens, which stand in `where`."""
     text = config.get_text_config()
     hidden, q_heads = text.hidden_size, text.num_attention_heads
-    eos = text.eos_token_id
     return dict(UNKNOWN) | {
         "architecture": text.model_type, "vocab_size": text.vocab_size, "hidden_size": hidden, "layers": text.num_hidden_layers,
         "q_heads": q_heads, "kv_heads": getattr(text, "num_key_value_heads", None) or q_heads,
         "head_dim": getattr(text, "head_dim", None) or hidden // q_heads,
         "max_positions": getattr(text, "max_position_embeddings", None) or 2048,
-        "bos_token_id": text.bos_token_id, "eos_token_ids": sorted({eos} if isinstance(eos, int) else set(eos or ())),
+        "bos_token_id": text.bos_token_id, "eos_token_ids": _stop_tokens(eos, text.vocab_size, where),
     }  # fmt: skip
+
+
+def _stop_tokens(eos: Any, vocab: int, where: str) -> list[int]:
+    """Distinct ids, in order. eos: an id, a list of them, or None."""
+    ids = list(eos) if isinstance(eos, (list, tuple)) else [] if eos is None else [eos]
+    wrong = [token for token in ids if type(token) is not int or not 0 <= token < vocab]
+    if wrong:
+        raise UserError(f"eos_token_id {wrong[0]!r} in {where} is no token: the vocabulary has {vocab}, 0 to {vocab - 1}")
+    return sorted(set(ids))
 
 
 def _digest(files: Sequence[Path]) -> str:
@@ -125,20 +135,59 @@ def _transformers() -> Any:
     return transformers
 
 
-def _load_model(transformers: Any, folder: Path) -> nn.Module:
-    transformers.utils.logging.disable_progress_bar()
+@contextmanager
+def _quiet(logging: Any) -> Iterator[None]:
+    """transformers reports by bars and tables on stderr; what matters of them becomes our one line."""
+    level = logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False, dtype=torch.float32, attn_implementation="sdpa", use_safetensors=True,
-            output_loading_info=True)  # fmt: skip
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, ImportError) as error:
-        raise UserError(f"transformers cannot load {folder.name}: {first_line(error)}") from error
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
+def _load_model(transformers: Any, folder: Path, shapes: Mapping[str, Sequence[int]], progress: Callable[[str], None]) -> nn.Module:
+    from huggingface_hub.errors import StrictDataclassError  # a wrong field of config.json
+
+    errors = (OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError, ImportError, ArithmeticError, AssertionError,
+              StrictDataclassError)  # fmt: skip
+
+    def attempt(attention: str) -> Any:
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, dtype=torch.float32, attn_implementation=attention,
+            use_safetensors=True, output_loading_info=True)
+
+    with _quiet(transformers.utils.logging):
+        try:
+            try:
+                model, report = attempt("sdpa")
+            except ValueError as error:
+                if "scaled_dot_product_attention" not in str(error):
+                    raise
+                progress(f"transformers has no sdpa attention for {folder.name}: its eager attention is captured")
+                model, report = attempt("eager")
+        except StrictDataclassError as error:
+            raise UserError(f"{folder.name}/config.json: {' '.join(str(error).split())}") from error
+        except errors as error:                                   # whatever the architecture's own constructor raises, too
+            reason = _other_shape(transformers, folder, shapes, errors) or first_line(error)
+            raise UserError(f"transformers cannot load {folder.name}: {reason}") from error
     missing = sorted(report["missing_keys"])
     if missing:
         raise UserError(f"{folder.name} lacks {len(missing)} weights, the first is {missing[0]}: they would be random")
-    if report["mismatched_keys"]:
-        raise UserError(f"{folder.name}: the shape of {sorted(report['mismatched_keys'])[0]} is not what config.json says")
-    wrong = next((name for name, weight in model.named_parameters() if not bool(torch.isfinite(weight).all())), None)
-    if wrong:
-        raise UserError(f"{folder.name}: weight {wrong} holds values that are not finite")
     return model.eval().requires_grad_(False)
+
+
+def _other_shape(transformers: Any, folder: Path, shapes: Mapping[str, Sequence[int]], errors: tuple[type[Exception], ...]) -> str | None:
+    """The first tensor of the files whose shape is not what config.json makes of it; None when all agree."""
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+    except errors:                                                # it was no shape that went wrong
+        return None
+    for name, weight in model.named_parameters():
+        for stored in (name, name.removeprefix(f"{model.base_model_prefix}.")):   # checkpoints of the bare model lack the prefix
+            if stored in shapes and list(shapes[stored]) != list(weight.shape):
+                return f"{stored} is {list(shapes[stored])} in the weights, config.json makes it {list(weight.shape)}"
+    return None

@@ -34,13 +34,14 @@ def capture_module(module: nn.Module, inputs: Sequence[Tensor], dynamic: Dynamic
 
     `inputs` are examples: each dynamic axis at least 2, and no two dims equal (a size of 0 or 1, or equal sizes, would be
     baked in). `prefix` is cut off module paths and weight names (a wrapper's attribute).
-    Raises UserError for a module that cannot be captured as it is (training mode, data-dependent control flow, a dynamic
-    size the code fixes), CheckFailed when graph and module disagree.
+    Raises UserError for a module that cannot be captured as it is (training mode, weights that are not finite, data-dependent
+    control flow, a dynamic size the code fixes), CheckFailed when graph and module disagree.
     """
     dynamic = dynamic or {}
     inputs = tuple(inputs)
     names = input_names(module, len(inputs))
     _check_request(module, names, inputs, dynamic)
+    _check_finite(module, prefix)
     program = _export(module, names, inputs, dynamic)
     graph = lift(*_functional(program), names, outputs, prefix)
     graph.symbols = _symbols(graph, dynamic)
@@ -89,6 +90,13 @@ def _check_request(module: nn.Module, names: list[str], inputs: tuple[Tensor, ..
         twins = [other for other, n in sizes.items() if n == size and other != dim]
         if twins:
             raise UserError(f"dims {dim} and {twins[0]} are both {size} in the example inputs: give them different sizes")
+
+
+def _check_finite(module: nn.Module, prefix: str) -> None:
+    """No weight holds NaN or infinity: whatever reads it would be noise. Buffers may hold infinity, as masks do."""
+    for name, weight in module.named_parameters():
+        if weight.is_floating_point() and weight.numel() and not all(end.isfinite() for end in weight.detach().aminmax()):
+            raise UserError(f"weight {name.removeprefix(prefix)} holds values that are not finite")
 
 
 def _check_deterministic(graph: Graph) -> None:

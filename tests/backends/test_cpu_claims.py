@@ -2,8 +2,13 @@
 import pytest
 import torch
 from cpu_kernels import CONTEXT, M, N, P, R, T, call, meta
+from infc.backends.aten import Aten
 from infc.backends.cpu import claims
+from infc.backends.cpu.backend import Kernels
 from infc.backends.launch import Out, Weight
+from infc.compiler.errors import UserError
+from infc.compiler.ir import Graph
+from infc.compiler.placement import place
 from torch import fx
 
 OPS, ATEN = torch.ops.infc, torch.ops.aten
@@ -14,6 +19,11 @@ def attention(**changes: object) -> fx.Node:
     given = {"q": meta(T, 4, 32), "k_cache": meta(P, 2, 32, 32), "v_cache": meta(P, 2, 32, 32), "query_start": meta(N + 1, dtype=I32),
              "context_len": meta(N, dtype=I32), "block_table": meta(N, M, dtype=I32), "scale": 0.1}
     return call(OPS.paged_attention.default, **(given | changes))
+
+
+def rope(**changes: object) -> fx.Node:
+    given = {"q": meta(T, 4, 32), "k": meta(T, 2, 32), "cos": meta(T, 1, 8), "sin": meta(T, 1, 8), "interleaved": False}
+    return call(OPS.rope.default, **(given | changes))
 
 
 def computed_weight() -> fx.Node:
@@ -28,9 +38,13 @@ REFUSED = {
     "computed weight": (computed_weight, "w is computed"),
     "long rows": (lambda: call(OPS.linear.default, x=meta(T, 40000), w=meta(4, 40000)), "K = 40000"),
     "block size": (lambda: attention(k_cache=meta(P, 2, 16, 32), v_cache=meta(P, 2, 16, 32)), "blocks of 16"),
-    "head size": (lambda: attention(q=meta(T, 4, 40), k_cache=meta(P, 2, 32, 40), v_cache=meta(P, 2, 32, 40)), "no multiple of 16"),
-    "wide head": (lambda: attention(q=meta(T, 4, 512), k_cache=meta(P, 2, 32, 512), v_cache=meta(P, 2, 32, 512)), "512 > 256"),
+    "head size": (lambda: attention(q=meta(T, 4, 40), k_cache=meta(P, 2, 32, 40), v_cache=meta(P, 2, 32, 40)),
+                  "head size 40 is not supported on this target: multiples of 16 up to 256"),
+    "wide head": (lambda: attention(q=meta(T, 4, 512), k_cache=meta(P, 2, 32, 512), v_cache=meta(P, 2, 32, 512)),
+                  "head size 512 is not supported on this target"),
     "other q": (lambda: attention(q=meta(T, 4, 32, dtype=BF16)), "the cache is torch.float32"),
+    "rope of other rows": (lambda: rope(cos=meta(T, 2, 8), sin=meta(T, 2, 8)), "cos is"),
+    "rope of mixed ranks": (lambda: rope(cos=meta(1, 1, T, 8), sin=meta(1, 1, T, 8)), "the kernel knows"),
     "scale": (lambda: attention(scale=-1.0), "not positive"),
     "index dtype": (lambda: attention(context_len=meta(N, dtype=torch.int64)), "not i32"),
     "columns by index": (lambda: call(ATEN.index_select.default, self=meta(4, 4), dim=1, index=meta(2, dtype=I32)), "dim 1"),
@@ -63,3 +77,20 @@ def test_a_launch_names_its_sizes_and_arguments() -> None:
     assert launch.args == (x, Weight(w, "bf16_n32k2"), residual, Out(0))
     assert launch.body == ("infc::linear<infc::bf16, float, float, float>"
                            "(r, r->dims[0], 48, 96, b[0], b[1], nullptr, b[2], b[3]);")
+
+
+def test_rope_of_tokens_in_a_row_is_a_batch_of_rows_of_length_one() -> None:
+    assert claims.refuse(rope(), CONTEXT) is None
+    q, k = claims.lower(rope(), CONTEXT).body.splitlines()
+    assert q == "infc::rope_rows<float, false>(r, r->dims[0], 4, 1, 32, 8, false, b[0], b[2], b[3], b[4]);"
+    assert k == "infc::rope_rows<float, false>(r, r->dims[0], 2, 1, 32, 8, false, b[1], b[2], b[3], b[5]);"
+    one = claims.lower(rope(cos=meta(1, 1, 8), sin=meta(1, 1, 8)), CONTEXT).body
+    assert one.count("8, true, b[") == 2, "one row of cosines for every token"
+
+
+def test_a_head_size_no_kernel_has_is_one_line_about_the_model() -> None:
+    node = attention(q=meta(T, 4, 24), k_cache=meta(P, 2, 32, 24), v_cache=meta(P, 2, 32, 24))
+    graph = Graph(fx.GraphModule(torch.nn.Module(), node.graph))
+    with pytest.raises(UserError) as caught:
+        place(graph, [Kernels(), Aten()], CONTEXT)
+    assert str(caught.value) == "head size 24 is not supported on this target: multiples of 16 up to 256"

@@ -11,7 +11,7 @@ from infc.backends.loop_ops import refuse
 from infc.backends.loop_views import reindex, unravel
 from infc.backends.regions import Loops, find
 from infc.compiler.ir import Graph, fake_propagate
-from infc.compiler.placement import place
+from infc.compiler.placement import Placement, Value, place
 from loop_programs import fill, program, same
 from loop_runner import Case, case, interpreted, quick_case
 from torch import fx
@@ -145,15 +145,32 @@ def test_reductions_over_different_rows_are_two_regions():
 
 # --- views ---------------------------------------------------------------------------------------------------------------
 
-def test_a_view_is_absorbed_by_each_reader_and_owned_by_the_first():
+def test_a_view_is_computed_by_each_reader():
     def fn(x):
         piece = x[:, 2:5]
         return torch.cumsum(piece * 2, 0), piece + 1
     c = quick_case(fn, torch.randn(4, 6))
     assert [r.inputs[0].node.op for r in c.plan.regions] == ["placeholder"] * 2
-    placement = place(c.graph, [Loops(lambda region, context: Launch("", "", (), ())), _Opaque()], Context("portable", {}))
-    owners = [n for u in placement.units for n in u.nodes]
-    assert len(owners) == len(set(owners))
+    units = placed(c).units
+    view = next(n for n in c.graph.nodes if "slice" in n.name)
+    results = [value for u in units for value in u.results]
+    assert sum(view in u.nodes for u in units) == 2 and len(results) == len(set(results))
+    check(c)
+
+
+def placed(c: Case) -> Placement:
+    return place(c.graph, [Loops(lambda region, context: Launch("", "", (), ())), _Opaque()], Context("portable", {}))
+
+
+def test_regions_that_only_store_pieces_of_one_split_run_after_its_source():
+    """GPT-2's attention: one product split in three, each piece stored by its own region for a step outside."""
+    c = quick_case(lambda x: [torch.cumsum(p, 1) for p in torch.cumsum(x, 0).split([2, 3, 4], -1)], torch.randn(4, 9))
+    units = placed(c).units
+    assert all(u.nodes for u in units) and sorted(i for u in units for n, i in u.results if "split" in n.name) == [0, 1, 2]
+    done = set[Value]()
+    for unit in units:
+        assert {value for value in unit.reads if value[0].op == "call_function"} <= done, unit.op
+        done.update(unit.results)
     check(c)
 
 

@@ -37,6 +37,22 @@ def take(function, **parts: nn.Module | Tensor) -> ir.Graph:
     return capture(Module(function, **parts), (X,), DYNAMIC)
 
 
+# -------------------------------------------------------------------------------------------------------------- weights
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_weight_that_is_not_finite_is_named(value: float) -> None:
+    model = random_llama(CONFIG)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 5] = value
+    with pytest.raises(UserError, match=r"weight model\.layers\.1\.mlp\.up_proj\.weight holds values that are not finite"):
+        capture(model)
+
+
+def test_a_buffer_may_hold_infinity() -> None:
+    mask = torch.tensor([0.0] * 6 + [float("-inf")] * 2)
+    take(lambda module, x: torch.softmax(x + module.mask, -1), mask=mask)
+
+
 # --------------------------------------------------------------------------------------------------------- a decoder
 
 def test_a_decoder_is_stateless_dynamic_and_named() -> None:

@@ -170,14 +170,60 @@ def test_a_missing_weight_is_not_made_up(folder: Path) -> None:
 
 def test_a_weight_of_another_shape(folder: Path) -> None:
     edit(folder, "config.json", intermediate_size=128)
-    assert "checkpoint" in line(folder)
+    assert line(folder) == ("transformers cannot load checkpoint: model.layers.0.mlp.gate_proj.weight is [64, 48] in the weights, "
+                            "config.json makes it [128, 48]")
+    edit(folder, "config.json", intermediate_size=64, num_key_value_heads=3)
+    assert "model.layers.0.self_attn.k_proj.weight is [16, 48]" in line(folder)
+    edit(folder, "config.json", num_key_value_heads=2, vocab_size=301)
+    assert "model.embed_tokens.weight is [300, 48] in the weights, config.json makes it [301, 48]" in line(folder)
+
+
+@pytest.mark.parametrize("changes, reason", [
+    ({"num_attention_heads": 5}, "(48) is not a multiple of the number of attention heads (5)"),
+    ({"rms_norm_eps": "x"}, "Field 'rms_norm_eps' expected float, got str (value: 'x')"),
+    ({"eos_token_id": "x"}, "eos_token_id"),
+])
+def test_a_field_of_another_kind(folder: Path, capfd: pytest.CaptureFixture[str], changes: dict[str, Any], reason: str) -> None:
+    edit(folder, "config.json", **changes)
+    found = line(folder)
+    assert found.startswith("checkpoint/config.json: ") and reason in found
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("eos", ["x", 9999, 300, -1, [2, "x"], 2.0, True, {"a": 1}])
+def test_a_stop_token_outside_the_vocabulary(folder: Path, eos: Any) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    wrong = eos[1] if isinstance(eos, list) else eos
+    found = line(folder)
+    assert found == f"eos_token_id {wrong!r} in checkpoint/generation_config.json is no token: the vocabulary has 300, 0 to 299"
+
+
+def test_stop_tokens_of_the_config(folder: Path) -> None:
+    (folder / "generation_config.json").unlink()
+    assert load(folder)[1]["eos_token_ids"] == [2]
+    edit(folder, "config.json", eos_token_id=[5, 2, 5])
+    assert load(folder)[1]["eos_token_ids"] == [2, 5]
+    edit(folder, "config.json", eos_token_id=None)
+    assert load(folder)[1]["eos_token_ids"] == []
+    edit(folder, "config.json", eos_token_id=300)
+    assert "eos_token_id 300 in checkpoint/config.json is no token" in line(folder)
+
+
+def test_a_model_without_sdpa_is_captured_as_eager(tmp_path: Path) -> None:
+    config = transformers.Gemma2Config(**SIZES, head_dim=8)
+    transformers.Gemma2ForCausalLM(config).save_pretrained(tmp_path / "gemma")
+    said: list[str] = []
+    module, _ = load(tmp_path / "gemma", said.append)
+    assert module.hf.config._attn_implementation == "eager"
+    assert "transformers has no sdpa attention for gemma: its eager attention is captured" in said
 
 
 def test_weights_that_are_not_finite(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"][3] = float("inf")
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    assert "model.norm.weight holds values that are not finite" in line(folder)
+    with pytest.raises(UserError, match=r"weight model\.norm\.weight holds values that are not finite"):
+        capture(folder)
 
 
 def test_a_broken_tokenizer(folder: Path) -> None:
