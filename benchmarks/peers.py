@@ -39,6 +39,7 @@ PACKAGES = (
 DECODE = (128, 64)  # prompt, new tokens
 PREFILL = (256, 1024)  # prompts
 COLD = 16  # prompt of a fresh process
+STRIDE = 53  # tokens between the beginnings of two prompts
 
 
 @dataclass(frozen=True)
@@ -216,14 +217,21 @@ def cold(peer: Peer, path: Path, threads: int, ids: Sequence[int], log: Path) ->
         worker.close()
 
 
-def sample(worker: Worker, result: Result, ids: Sequence[int]) -> None:
-    """One decode and one prefill of each length."""
+def window(ids: Sequence[int], number: int, length: int) -> Sequence[int]:
+    """The prompt of that number: no two begin alike, so an engine that keeps prefixes (OpenVINO GenAI does) finds none."""
+    start = number * STRIDE % (len(ids) - length)
+    return ids[start : start + length]
+
+
+def sample(worker: Worker, result: Result, ids: Sequence[int], round_: int) -> None:
+    """One decode and one prefill of each length; the same prompts for every engine in a round, others in the next."""
     prompt, new = DECODE
-    answer = worker.ask(ids[:prompt], new)
+    number = (round_ + 1) * (1 + len(PREFILL))
+    answer = worker.ask(window(ids, number, prompt), new)
     result.decode_tok_s.append((new - 1) / (answer["total_s"] - answer["first_s"]))
     result.tokens = answer["tokens"]
-    for length in PREFILL:
-        result.prefill_tok_s[length].append(length / worker.ask(ids[:length], 1)["first_s"])
+    for i, length in enumerate(PREFILL):
+        result.prefill_tok_s[length].append(length / worker.ask(window(ids, number + 1 + i, length), 1)["first_s"])
 
 
 def measure(results: Sequence[Result], ids: Sequence[int], cache: Path, threads: int, rounds: int) -> None:
@@ -241,8 +249,8 @@ def measure(results: Sequence[Result], ids: Sequence[int], cache: Path, threads:
     def start(result: Result) -> None:
         worker = workers[result.peer.name] = Worker(result.peer, cache / result.peer.model, threads, log(result))
         result.load_s = worker.load_s
-        for length in (*PREFILL, DECODE[0]):
-            worker.ask(ids[:length], 3)
+        for i, length in enumerate((DECODE[0], *PREFILL)):
+            worker.ask(window(ids, i, length), 3)
 
     def log(result: Result) -> Path:
         return cache / f"run-{result.peer.name.replace(' ', '-')}.log"
@@ -259,7 +267,7 @@ def measure(results: Sequence[Result], ids: Sequence[int], cache: Path, threads:
             order = running()
             first = round_ % max(1, len(order))
             for result in order[first:] + order[:first]:
-                guarded(result, lambda r=result: sample(workers[r.peer.name], r, ids))
+                guarded(result, lambda r=result: sample(workers[r.peer.name], r, ids, round_))
     finally:
         for worker in workers.values():
             worker.close()
