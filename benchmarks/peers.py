@@ -267,7 +267,7 @@ def measure(results: Sequence[Result], ids: Sequence[int], cache: Path, threads:
             order = running()
             first = round_ % max(1, len(order))
             for result in order[first:] + order[:first]:
-                guarded(result, lambda r=result: sample(workers[r.peer.name], r, ids, round_))
+                guarded(result, lambda r=result, n=round_: sample(workers[r.peer.name], r, ids, n))
     finally:
         for worker in workers.values():
             worker.close()
