@@ -1,9 +1,8 @@
-"""The five INFC_* switches; the only file that reads the environment for them. A sixth must replace one of these.
+"""The INFC_* switches; the only file that reads the environment for them. There are four; at most one more may be added.
 
-INFC_DEBUG  1 pass table | 2 time, GB/s, share of peak per step | 3 graph diffs and nearest misses | 4 generated source
+INFC_DEBUG  1: each pass's refusals and nearest misses, as they come
 INFC_CHECK  1 verify the graph after each pass | 2 also rerun each pass's contract
 INFC_STOP   apply only the first N rewrites
-INFC_EAGER  1: reference operators, no kernels: tells a bad pass from a bad kernel
 INFC_DUMP   folder for 00-captured.txt, 01-canonicalize.txt, ...
 """
 import os
@@ -22,9 +21,9 @@ def _number(name: str, top: int | None = None) -> int | None:
     return int(value)
 
 
-def level() -> int:
-    """INFC_DEBUG: how much to say, 0 to 4."""
-    return _number("INFC_DEBUG", 4) or 0
+def verbose() -> bool:
+    """INFC_DEBUG: say why passes did not fire."""
+    return bool(_number("INFC_DEBUG", 1))
 
 
 def check() -> int | None:
@@ -37,11 +36,6 @@ def stop() -> int | None:
     return _number("INFC_STOP")
 
 
-def eager() -> bool:
-    """INFC_EAGER: run reference operators, no kernels."""
-    return bool(_number("INFC_EAGER", 1))
-
-
 def dump() -> Path | None:
     """INFC_DUMP: the folder that gets one text file per pass that changed something."""
     folder = os.environ.get("INFC_DUMP", "").strip()
@@ -50,4 +44,4 @@ def dump() -> Path | None:
 
 def any_set() -> bool:
     """True when a switch asks for something a finished compile cannot show."""
-    return any(os.environ.get(f"INFC_{name}", "").strip() for name in ("DEBUG", "CHECK", "STOP", "EAGER", "DUMP"))
+    return any(os.environ.get(f"INFC_{name}", "").strip() for name in ("DEBUG", "CHECK", "STOP", "DUMP"))

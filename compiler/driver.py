@@ -220,6 +220,12 @@ def _check(options: Options) -> None:
 def _run_passes(graph: Graph, options: Options, listen: Listener) -> PipelineReport:
     def tell(result: PassResult) -> None:
         listen(Event("pass", result.name, f"fired {result.fired}, refused {len(result.refused)}"))
+        if debug.verbose():
+            for site, reason in result.refused.items():
+                listen(Event("note", result.name, f"{result.name} refused {site}: {reason}"))
+            for miss in result.misses:
+                depth = f"{miss.matched} of {miss.of} operators"
+                listen(Event("note", result.name, f"{result.name} nearly fired at {miss.site}, {depth}: {miss.reason}"))
 
     chosen = passes.pipeline(options.dtype)
     return run_pipeline(
