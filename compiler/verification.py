@@ -12,6 +12,8 @@ import torch
 from .contracts import run_fp64, run_plain
 from .errors import CheckFailed
 from .ir import Graph
+from .ops import BLOCK
+from .step_batch import Pool, step_inputs
 
 ROWS = 8
 """Positions of each case that are compared, the last ones: they depend on all the others."""
@@ -20,7 +22,7 @@ SHORT = (1, 9, 37)
 """Lengths besides the one that reaches the largest bucket: one token, less and more than one block of the KV pool."""
 
 COMPUTABLE = 0.01
-"""Largest error of eager fp32, as a share of the largest logit, at which a model still has an answer (SmolLM2: 2e-6)."""
+"""Largest error of eager fp32, as a share of the largest logit, at which a model still has an answer."""
 
 
 @dataclass(frozen=True)
@@ -76,17 +78,11 @@ def _check_computable(truth: torch.Tensor, own: torch.Tensor, who: str) -> None:
 
 
 def step_sample(graph: Graph, ids: torch.Tensor, rows: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    """The step graph's inputs for one whole prompt in one step: blocks in order, `rows` sampled greedily. ids i64 [T]."""
-    length, caches = len(ids), [graph.placeholders[name].meta["val"] for name in graph.kv]
-    block = int(caches[0].shape[2])
-    blocks, count = -(-length // block), len(rows)
-    whole = torch.arange(length, dtype=torch.int32)
-    given = {
-        "input_ids": ids.to(torch.int32), "positions": whole, "slots": whole,
-        "query_start": torch.tensor([0, length], dtype=torch.int32), "context_len": torch.tensor([length], dtype=torch.int32),
-        "block_table": torch.arange(blocks, dtype=torch.int32)[None], "sample_rows": torch.tensor(rows, dtype=torch.int32),
-        "temperature": torch.zeros(count), "top_k": torch.zeros(count, dtype=torch.int32), "top_p": torch.ones(count),
-        "uniform": torch.zeros(count),
+    """The step graph's inputs for one whole prompt in one step, `rows` sampled greedily. ids i64 [T]."""
+    count = len(rows)
+    pool = Pool(2 - (-len(ids) // BLOCK))              # the prompt's blocks, and poisoned ones
+    given = step_inputs([(pool.stream(ids), len(ids))]) | {
+        "sample_rows": torch.tensor(rows, dtype=torch.int32), "temperature": torch.zeros(count),
+        "top_k": torch.zeros(count, dtype=torch.int32), "top_p": torch.ones(count), "uniform": torch.zeros(count),
     }
-    kv = [torch.zeros(blocks, *(int(size) for size in fake.shape[1:]), dtype=fake.dtype) for fake in caches]
-    return (*(given[name] for name in graph.inputs), *kv)
+    return (*(given[name] for name in graph.inputs), *pool.caches(graph))
