@@ -39,7 +39,9 @@ template <class C, int D> struct Attention {
         // exp(scale * (x - m)): exactly 1 where x is the maximum
         INFC_INLINE f32x16 term(f32x16 x, f32x16 m) const {
             const float by = cap != 0 ? 1.0f : scale;
-            return FINE ? exp((x - m) * splat(by)) : exp2_coarse((x - m) * splat(by * LOG2E));
+            if (FINE) return exp((x - m) * splat(by));
+            const f32x16 power = splat(by * LOG2E);
+            return exp2_coarse(fma(x, power, -m * power));
         }
         INFC_INLINE f32x16 capped(f32x16 x) const { return cap == 0 ? x : splat(cap) * tanh(x * splat(scale) / splat(cap)); }
     };

@@ -117,6 +117,7 @@ template <class T, class X> INFC_INLINE void pack_row(typename Dot<T>::Lhs* to, 
     using Stored = typename Panel<T>::type;
     auto* out = reinterpret_cast<Stored*>(to);
     int64_t i = 0;
+    if constexpr (sizeof(Stored) == sizeof(X)) memcpy(out, from, size_t(i = n) * sizeof(X));
     for (; i + 16 <= n; i += 16) store16(out + i, load16(from + i));
     for (; i < n; i++) out[i] = from_f32<Stored>(to_f32(from[i]));
     for (; i < padded; i++) out[i] = from_f32<Stored>(0);
