@@ -24,6 +24,7 @@ from .cost import decode_bytes, unit_cost
 from .errors import CheckFailed, UserError
 from .frontends import capture
 from .frontends.identity import identity
+from .graph_json import graph_json
 from .ir import Graph
 from .pipeline import PassResult, PipelineReport, run_pipeline
 from .placement import Placement, place
@@ -154,7 +155,7 @@ def compile(
             programs=programs, code=code, weights=backend.tensors(store),
             golden=pack([Case(c.tokens, c.rows, c.logits.numpy()) for c in golden.cases]),
             tokenizer=(captured.meta.get("tokenizer_json") or "").encode(),
-            report=summary | {"seconds": clock.seconds},
+            report=summary | {"seconds": clock.seconds, "graphs": {"captured": graph_json(captured), "final": graph_json(graph)}},
         )
         verified = dict[str, Any]()
         write(path, parts, force=options.force, check=lambda folder: verified.update(_replay(folder, target)))

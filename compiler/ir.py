@@ -288,16 +288,23 @@ def _argument(arg: Any, names: Mapping[fx.Node, str]) -> str:
     return repr(arg)
 
 
+def argument_text(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
+    """A node's arguments as the text form spells them: `%x, %w, 1e-05`."""
+    if node.op == "output":
+        return ", ".join(_argument(a, names) for a in cast(tuple, node.args[0]))
+    given = [_argument(a, names) for a in node.args] + [f"{k}={_argument(v, names)}" for k, v in sorted(node.kwargs.items())]
+    return ", ".join(given)
+
+
 def node_text(node: fx.Node, graph: Graph, names: Mapping[fx.Node, str]) -> str:
     """One line of the text form."""
     if node.op == "output":
-        return f"return {', '.join(_argument(a, names) for a in cast(tuple, node.args[0]))}"
+        return f"return {argument_text(node, names)}"
     if node.op == "placeholder":
         name = str(node.target)
         body = "weight" if name in graph.weights else "kv" if name in graph.kv else "input"
     else:
-        given = [_argument(a, names) for a in node.args] + [f"{k}={_argument(v, names)}" for k, v in sorted(node.kwargs.items())]
-        body = f"{target_name(node.target)}({', '.join(given)})"
+        body = f"{target_name(node.target)}({argument_text(node, names)})"
     return f"%{names[node]}: {type_text(node.meta.get('val'), graph.symbols)} = {body}"
 
 
