@@ -18,7 +18,7 @@ def sampled(*passes: str, **settings):
     return before, after
 
 
-def test_rows_are_picked_before_the_last_norm():
+def test_rows_are_picked_where_the_last_attention_ends():
     _, graph = sampled()
     assert graph.outputs == ["token", "logits"] and graph.symbols[str(graph.placeholders["uniform"].meta["val"].shape[0])] == "R"
     assert graph.inputs[-5:] == ["sample_rows", "temperature", "top_k", "top_p", "uniform"]
@@ -28,8 +28,12 @@ def test_rows_are_picked_before_the_last_norm():
     CHECK-NEXT: [[K:%\w+]]: i32[R] = input
     CHECK-NEXT: [[P:%\w+]]: f32[R] = input
     CHECK-NEXT: [[U:%\w+]]: f32[R] = input
-    CHECK:      [[PICKED:%\w+]]: f32[R,24] = aten.index_select({{%add\w*}}, 0, [[ROWS]])
-    CHECK-NEXT: [[NORM:%\w+]]: f32[R,24] = infc.rms_norm([[PICKED]], {{.*}})
+    CHECK:      [[PICKED:%\w+]]: f32[R,32] = aten.index_select({{%paged_attention\w*}}, 0, [[ROWS]])
+    CHECK-NEXT: [[OUT:%\w+]]: f32[R,24] = aten.linear([[PICKED]], {{.*}})
+    CHECK-NEXT: [[ABOVE:%\w+]]: f32[R,24] = aten.index_select({{%add\w*}}, 0, [[ROWS]])
+    CHECK-NEXT: {{%add\w*}}: f32[R,24] = aten.add.Tensor([[ABOVE]], [[OUT]])
+    CHECK-NEXT: {{%rms_norm\w*}}: f32[R,24] = infc.rms_norm
+    CHECK:      [[NORM:%\w+]]: f32[R,24] = infc.rms_norm
     CHECK-NEXT: [[LOGITS:%\w+]]: f32[R,61] = aten.linear([[NORM]], {{.*}})
     CHECK-NEXT: [[TOKEN:%\w+]]: i32[R] = infc.sample([[LOGITS]], [[TEMPERATURE]], [[K]], [[P]], [[U]])
     CHECK-NEXT: return [[TOKEN]], [[LOGITS]]
@@ -50,8 +54,7 @@ def test_a_soft_cap_on_the_logits_runs_on_picked_rows_only():
 
 def test_the_check_sees_other_rows():
     before, after = sampled()
-    (pick,) = [n for n in after.nodes if n.target is aten.index_select.default]
-    pick.update_arg(2, after.placeholders["top_k"])
+    for pick in [n for n in after.nodes if n.target is aten.index_select.default]: pick.update_arg(2, after.placeholders["top_k"])
     with pytest.raises(CheckFailed, match="picked rows have other logits"): check(before, after)
 
 

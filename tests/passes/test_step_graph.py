@@ -7,22 +7,24 @@ from infc import passes
 from infc.compiler.pipeline import run_pipeline
 from torch import nn
 
-LAYER = r"""
+ATTENTION = r"""
 CHECK-NEXT: [[N:%\w+]]: {t}[T,32] = infc.rms_norm([[X]],
 CHECK-NEXT: [[Y:%\w+]]: f32[T,64] = infc.linear([[N]], {{{{.*qkv}}}}
 CHECK-NEXT: [[Q:%\w+]]: {t}[T,4,8] = infc.rope_kv_write([[Y]], [[C]], [[S]], %k_cache_{i}, %v_cache_{i}, %slots, 4, 2, False
 CHECK-NEXT: [[A:%\w+]]: {t}[T,32] = infc.paged_attention([[Q]], %k_cache_{i}, %v_cache_{i}, %query_start, %context_len, %block_table,
-CHECK-NEXT: [[H:%\w+]]: f32[T,32] = infc.linear([[A]], {{{{.*o_proj.*}}}}, None, [[X]]
-CHECK-NEXT: [[M:%\w+]]: {t}[T,32] = infc.rms_norm([[H]],
-CHECK-NEXT: [[G:%\w+]]: {t}[T,48] = infc.linear_swiglu([[M]], {{{{.*gate_up.*}}}}, 'silu'
-CHECK-NEXT: [[X:%\w+]]: f32[T,32] = infc.linear([[G]], {{{{.*down_proj.*}}}}, None, [[H]]
 """
-WHOLE = r"""
-CHECK:      [[C:%\w+]]: f32[T,4] = aten.cos
-CHECK-NEXT: [[S:%\w+]]: f32[T,4] = aten.sin
-{layers}
-CHECK-NEXT: [[I:%\w+]]: f32[R,32] = aten.index_select([[X]], 0, %sample_rows)
-CHECK-NEXT: [[N:%\w+]]: {t}[R,32] = infc.rms_norm([[I]],
+REST = r"""
+CHECK-NEXT: [[H:%\w+]]: f32[{rows},32] = infc.linear([[{a}]], {{{{.*o_proj.*}}}}, None, [[{x}]]
+CHECK-NEXT: [[M:%\w+]]: {t}[{rows},32] = infc.rms_norm([[H]],
+CHECK-NEXT: [[G:%\w+]]: {t}[{rows},48] = infc.linear_swiglu([[M]], {{{{.*gate_up.*}}}}, 'silu'
+CHECK-NEXT: [[X:%\w+]]: f32[{rows},32] = infc.linear([[G]], {{{{.*down_proj.*}}}}, None, [[H]]
+"""
+PICK = r"""
+CHECK-NEXT: [[P:%\w+]]: {t}[R,32] = aten.index_select([[A]], 0, %sample_rows)
+CHECK-NEXT: [[U:%\w+]]: f32[R,32] = aten.index_select([[X]], 0, %sample_rows)
+"""
+HEAD = r"""
+CHECK-NEXT: [[N:%\w+]]: {t}[R,32] = infc.rms_norm([[X]],
 CHECK-NEXT: [[L:%\w+]]: f32[R,48] = infc.linear([[N]],
 CHECK-NEXT: [[T:%\w+]]: i32[R] = infc.sample([[L]], %temperature, %top_k, %top_p, %uniform)
 CHECK-NEXT: return [[T]], [[L]]
@@ -57,5 +59,7 @@ def test_a_layer_is_eight_operators(model, dtype):
     assert not any(one.refused for one in report.passes)
     t = "f32" if dtype == "fp32" else "bf16"
     start = rf"CHECK:      [[X:%\w+]]: f32[T,32] = aten.{'embedding' if dtype == 'fp32' else '_to_copy'}"
-    body = WHOLE.format(t=t, layers="".join(LAYER.format(t=t, i=i) for i in range(2)))
-    filecheck(graph, start + body)
+    angles = "\nCHECK:      [[C:%\\w+]]: f32[T,4] = aten.cos\nCHECK-NEXT: [[S:%\\w+]]: f32[T,4] = aten.sin"
+    parts = (ATTENTION.format(t=t, i=0), REST.format(t=t, rows="T", a="A", x="X"), ATTENTION.format(t=t, i=1), PICK.format(t=t),
+             REST.format(t=t, rows="R", a="P", x="U"), HEAD.format(t=t))
+    filecheck(graph, start + angles + "".join(parts))
