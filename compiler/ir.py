@@ -62,7 +62,8 @@ class Graph:
     exact: dict[str, Tensor] = field(default_factory=dict)
     """fp64 values of weights that were computed at compile time (1 + w): what contract checks in fp64 read."""
     sample_inputs: Callable[..., Any] | None = None
-    """-> list of samples at several shapes; a sample is a tuple over `inputs` and then `kv`."""
+    """-> list of samples at several shapes; a sample is a tuple over `inputs` and then `kv`. Called after each pass: few, and
+    every kind of input among them. `sample_inputs.thorough()`, where there is one, gives more: for `--check strict`."""
 
     @property
     def nodes(self) -> Any:
@@ -175,11 +176,13 @@ def infer(node: fx.Node, mode: FakeTensorMode) -> Any:
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def fake_propagate(graph: Graph, *, missing_only: bool = False, accept_changes: bool = False) -> int:
+def fake_propagate(graph: Graph, *, missing_only: bool = False, accept_changes: bool = False,
+                   how: Callable[[fx.Node, FakeTensorMode], Any] = infer) -> int:
     """Infer every node's `val` again from the placeholders (or only the missing ones); returns how many were inferred.
 
-    Keeps the inputs' ShapeEnv. Raises CheckFailed when an operator rejects its arguments, or when a known value's shape
-    or dtype turns out to be another one (unless `accept_changes`: for passes that change dtypes or dims on purpose).
+    Keeps the inputs' ShapeEnv. `how` infers one node. Raises CheckFailed when an operator rejects its arguments, or when a
+    known value's shape or dtype turns out to be another one (unless `accept_changes`: for passes that change dtypes or dims
+    on purpose).
     """
     mode, count = fake_mode(graph), 0
     with torch.no_grad():
@@ -187,7 +190,7 @@ def fake_propagate(graph: Graph, *, missing_only: bool = False, accept_changes: 
             if node.op != "call_function" or (missing_only and "val" in node.meta):
                 continue
             try:
-                val = infer(node, mode)
+                val = how(node, mode)
             except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
                 raise CheckFailed(f"{where(node)}: {target_name(node.target)} rejects its arguments: {error}") from error
             old = node.meta.get("val", val)

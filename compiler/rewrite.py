@@ -47,6 +47,11 @@ class NearMiss:
     matched: int
     of: int
     reason: str
+    expected: str = ""
+    """The pattern's node that found no counterpart: an operator, a constant, or what it was matched with elsewhere."""
+    found: str = ""
+    """What the graph has in its place, with module path and source line."""
+    root: fx.Node | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass
@@ -68,6 +73,19 @@ class Report:
         """Note that the pass declined at this node, and why."""
         self.refused[where(node)] = reason
 
+    def miss(self, miss: NearMiss) -> None:
+        """Note a near miss; of several patterns at one site, the one that came nearest."""
+        known = next((m for m in self.misses if m.site == miss.site), None)
+        if known is None:
+            self.misses.append(miss)
+        elif miss.matched / miss.of > known.matched / known.of:
+            self.misses[self.misses.index(known)] = miss
+
+    def settle_misses(self) -> None:
+        """Forget misses at nodes that were rewritten after all, or that were refused; the nearest first."""
+        self.misses = [m for m in self.misses if m.site not in self.refused and not (m.root and m.root._erased)]
+        self.misses.sort(key=lambda m: m.matched / m.of, reverse=True)
+
     def may_fire(self) -> bool:
         """Ask before each rewrite: False once the budget is spent. Counts the rewrite."""
         if self.budget is not None and self.fired >= self.budget:
@@ -76,8 +94,18 @@ class Report:
         return True
 
 
-Check = Callable[[Graph, Graph], float | None]
-"""check(before, after): raises CheckFailed, or returns the measured error (None where there is no number)."""
+@dataclass(frozen=True)
+class Measured:
+    """How far off a changed graph is, how far it may be, and what is counted: "of each row's largest value, in fp64"."""
+
+    error: float
+    bound: float
+    promise: str
+
+
+Check = Callable[[Graph, Graph], float | Measured | None]
+"""check(before, after): raises CheckFailed, or returns the measured error (None where there is no number). A bare number is
+judged as EXACT is."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +178,10 @@ SHAREABLE = {aten._to_copy.default, aten.view.default, aten.unsqueeze.default, a
              aten.transpose.int, aten.permute.default, aten.slice.Tensor, aten.select.int}  # fmt: skip
 
 
+NOTHING = (0, "", "", "")
+"""How far a match got: pattern operators, what was expected next, what was found, where that is."""
+
+
 class _Matcher:
     """Matches one traced pattern, backtracking over the orders of commutative operators."""
 
@@ -160,11 +192,11 @@ class _Matcher:
         self.outputs: list[fx.Node] = list(returned) if isinstance(returned, tuple | list) else [returned]  # type: ignore
         self.root = max(self.outputs)
         self.size = sum(n.op == "call_function" for n in self.graph.nodes)
-        self.deepest: tuple[int, str] = (0, "")
+        self.deepest = NOTHING
 
     def match(self, node: fx.Node) -> dict[fx.Node, Any] | None:
         """Pattern node -> graph value, or None (then `deepest` says how far it got)."""
-        self.deepest = (0, "")
+        self.deepest = NOTHING
         return next(self._unify([(self.root, node)], {}), None)
 
     def _unify(self, pairs: list[tuple[Any, Any]], bound: dict[fx.Node, Any]) -> Iterator[dict[fx.Node, Any]]:
@@ -203,10 +235,11 @@ class _Matcher:
             swapped = (given[1], given[0], *given[2:])
             yield from self._unify([*zip(expected, swapped, strict=True), *rest], bound)
 
-    def _fail(self, bound: dict[fx.Node, Any], pattern: Any, value: Any, reason: str) -> None:
+    def _fail(self, bound: dict[fx.Node, Any], pattern: Any, value: Any, expected: str) -> None:
         depth = sum(n.op == "call_function" for n in bound)
         if depth > self.deepest[0]:
-            self.deepest = (depth, f"found {_show(value)}: {reason}")
+            place = where(value).removeprefix(f"%{value.name}") if isinstance(value, fx.Node) else ""
+            self.deepest = (depth, expected, _show(value), place)
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -273,14 +306,14 @@ class Rule:
             if reason is not None:
                 report.refuse(node, reason)
                 report._matched[where(node)] = [v for p, v in bound.items() if p.op == "call_function"]
+        report.settle_misses()
         return report.fired - before
 
     def _note_miss(self, node: fx.Node, report: Report) -> None:
-        depth, reason = self._matcher.deepest
+        depth, expected, found, place = self._matcher.deepest
         if depth >= 2 and 2 * depth >= self._matcher.size:            # less than half a match says nothing
-            report.misses.append(NearMiss(where(node), depth, self._matcher.size, reason))
-            report.misses.sort(key=lambda miss: miss.matched / miss.of, reverse=True)
-            del report.misses[8:]
+            report.miss(NearMiss(where(node), depth, self._matcher.size, f"found {found}: {expected}",
+                                 expected.removeprefix("expected "), f"{found}{place}", node))
 
     def _objection(self, graph: Graph, bound: dict[fx.Node, Any]) -> str | None:
         matched = {v for p, v in bound.items() if p.op == "call_function"}

@@ -63,13 +63,30 @@ def step_inputs(work: Sequence[tuple[Stream, int]], padding: int = 0, empty: int
     return {name: torch.tensor(values, dtype=torch.int32) for name, values in columns.items()}
 
 
-MIXES: tuple[tuple[tuple[int, int], ...], ...] = (((0, 5),), ((3, 1), (40, 1), (0, 4)), ((31, 3), (0, 1)))
-"""Sample steps as (tokens done, tokens now) per sequence: a prefill; decodes beside a prefill; a chunk over a block's end."""
+@dataclass(frozen=True)
+class Mix:
+    """One sample step: (tokens done, tokens now) per sequence, then padding tokens and empty sequences."""
+
+    work: tuple[tuple[int, int], ...]
+    padding: int = 1
+    empty: int = 1
+
+
+FEW = (Mix(((31, 3), (40, 1), (0, 5), (12, 1), (0, 1)), padding=2), Mix(((7, 1),), padding=0, empty=0))
+"""A chunk over a block's end, decodes and prefills side by side, with padding; and one token of one sequence, with none."""
+
+MORE = (
+    Mix(((0, 5),)), Mix(((0, 37),), padding=0), Mix(((3, 1), (40, 1), (0, 4)), padding=0), Mix(((31, 3), (0, 1)), empty=3),
+    Mix(((63, 1), (32, 1), (64, 2)), padding=5, empty=2), Mix(((0, 1), (0, 1), (1, 1), (31, 1), (30, 1))), Mix(((32, 33),), empty=0),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class StepSamples:
-    """Calls return one sample per mix: the graph's inputs, then its caches, filled with what earlier steps might have left."""
+    """Calls return one sample per mix: the graph's inputs, then its caches, filled with what earlier steps might have left.
+
+    `samples()` are few, `samples.thorough()` all.
+    """
 
     names: tuple[str, ...]
     cache_shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -81,26 +98,39 @@ class StepSamples:
         return replace(self, names=tuple(names))
 
     def __call__(self, seed: int = 0) -> list[tuple[Tensor, ...]]:
-        return [self._one(mix, seed + i) for i, mix in enumerate(MIXES)]
+        return [self._one(mix, seed + i) for i, mix in enumerate(FEW)]
 
-    def _one(self, mix: Sequence[tuple[int, int]], seed: int) -> tuple[Tensor, ...]:
+    def thorough(self) -> list[tuple[Tensor, ...]]:
+        """Every kind of sample."""
+        return [self._one(mix, i) for i, mix in enumerate(FEW + MORE)]
+
+    def prompts(self) -> list[tuple[Tensor, ...]]:
+        """Whole prompts, every row sampled: what the model itself computes, where a mean over rows is to mean something.
+
+        In the other samples caches hold noise, and one rounding more or less decides what attention makes of it.
+        """
+        return [self._one(Mix(((0, 37), (0, 9)), padding=0, empty=0), 0, every=True)]
+
+    def _one(self, mix: Mix, seed: int, every: bool = False) -> tuple[Tensor, ...]:
         generator = torch.Generator().manual_seed(seed)
         pool, work = Pool(8, seed), []
-        for done, count in mix:
+        for done, count in mix.work:
+            count = min(count, self.longest)
             done = min(done, self.longest - count)
             stream = pool.stream(torch.randint(self.vocab, (done + count,), generator=generator))
             stream.done = done
             work.append((stream, count))
-        given: dict[str, Any] = step_inputs(work, padding=1, empty=1) | sampling(len(work), generator)
-        given["sample_rows"] = given["query_start"][1 : len(work) + 1] - 1
+        given: dict[str, Any] = step_inputs(work, mix.padding, mix.empty)
+        rows = torch.arange(len(given["input_ids"]), dtype=torch.int32) if every else given["query_start"][1 : len(work) + 1] - 1
+        given |= sampling(len(rows), generator) | {"sample_rows": rows}
         caches = [torch.randn((8, *shape), generator=generator).to(dtype) for shape, dtype in self.cache_shapes]
-        for cache in caches: cache[pool.free] = torch.nan
+        for cache in caches: cache[[0, *pool.free]] = torch.nan
         return (*(given[name] for name in self.names), *caches)
 
 
 def sampling(rows: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Sampling inputs for `rows` rows: greedy, plain, top-k and top-p in turn."""
-    kinds = [(0.0, 0, 1.0), (1.0, 0, 1.0), (0.7, 5, 1.0), (1.3, 0, 0.8)]
+    """Sampling inputs for `rows` rows: greedy, top-p, top-k and plain in turn, the telling ones first: few mixes have four rows."""
+    kinds = [(0.0, 0, 1.0), (1.3, 0, 0.8), (0.7, 5, 1.0), (1.0, 0, 1.0)]
     chosen = [kinds[i % len(kinds)] for i in range(rows)]
     return {
         "temperature": torch.tensor([t for t, _, _ in chosen]), "top_k": torch.tensor([k for _, k, _ in chosen], dtype=torch.int32),

@@ -24,6 +24,9 @@ PIPELINE = (
     "narrow_dtype",          # last: every earlier pass is judged in fp32
 )
 
+NEEDED = ("page_kv_cache", "sample_tokens")
+"""What a decoder cannot be compiled without: the runtime feeds steps over a paged cache, and reads sampled tokens."""
+
 
 def load(name: str) -> AnyPass:
     """The pass in passes/<name>.py."""

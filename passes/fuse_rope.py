@@ -18,6 +18,9 @@ from ..compiler.rewrite import EXACT, Pass, Report, arguments, emit
 SCORES = {aten.scaled_dot_product_attention.default, infc.attention.default, aten.matmul.default, aten.bmm.default}
 """Where q and k meet: q is argument 0, k argument 1."""
 ON_THE_WAY = MOVES | {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten._to_copy.default}
+ANGLES = {aten.cos.default, aten.sin.default, aten.polar.default}
+UNKNOWN_TURN = ("a value on its way to an attention is multiplied by cos or sin of something, but it is no rotation that is known: "
+                "x * cos + turned(x) * sin, or a * cos - b * sin and b * cos + a * sin put back in the places of a and b")
 POSITIONS = (4096, 64, 8)                                   # largest position to try: tables may be shorter
 
 
@@ -37,7 +40,10 @@ class Rotation:
 def run(graph: Graph, report: Report) -> int:
     layout, angles, fired = Layout(graph), Angles(graph), 0
     meetings: dict[fx.Node, dict[int, Rotation]] = {}
-    for rotation in [found for node in graph.nodes if (found := _rotation(layout, node))]:
+    rotations = [found for node in graph.nodes if (found := _rotation(layout, node))]
+    for node in _unknown_turns(graph, rotations):
+        report.refuse(node, UNKNOWN_TURN)
+    for rotation in rotations:
         meeting, side = _meeting(rotation.node)
         if meeting is None:
             report.refuse(rotation.node, "the rotated value meets no other in an attention")
@@ -123,6 +129,45 @@ def _as_pairs(layout: Layout, node: fx.Node) -> Rotation | None:
                     if torch.equal(one, want[0]) and torch.equal(other, want[1]):
                         return Rotation(node, x, cos, sin, 2 * half, interleaved, doubled=False)
     return None
+
+
+def _unknown_turns(graph: Graph, rotations: list[Rotation]) -> list[fx.Node]:
+    """Products with an angle that belong to no rotation found but reach an attention; one for each place in the model."""
+    angles: set[fx.Node] = set()
+    for node in graph.nodes:
+        given = node.all_input_nodes
+        if node.target in ANGLES or (given and node.target in ON_THE_WAY and all(n in angles or n.op == "placeholder" for n in given)
+                                     and any(n in angles for n in given)):
+            angles.add(node)
+    known = {node for rotation in rotations for node in _between(rotation)}
+    turns = [n for n in graph.nodes if n.target is aten.mul.Tensor and n not in known and n not in angles
+             and any(a in angles for a in n.all_input_nodes) and not all(a in angles for a in n.all_input_nodes)]
+    first = {tuple(n.meta.get("origin") or ()): n for n in reversed(turns) if _reaches_attention(n)}
+    return sorted(first.values())
+
+
+def _between(rotation: Rotation) -> set[fx.Node]:
+    """The nodes that a rotation is made of."""
+    found, stack = {rotation.node}, [rotation.node]
+    while stack:
+        new = [n for n in stack.pop().all_input_nodes if n not in found and n not in (rotation.x, rotation.cos, rotation.sin)
+               and rotation.x < n]
+        found.update(new)
+        stack += new
+    return found
+
+
+def _reaches_attention(node: fx.Node) -> bool:
+    """Through moves, casts, sums and scales: not through a product with a weight."""
+    queue, seen = [node], {node}
+    for at in queue:                                        # grows while it is walked
+        for user in at.users:
+            if user.target in SCORES and at in user.args[:2]:
+                return True
+            if user not in seen and (user.target in ON_THE_WAY or user.target in (aten.add.Tensor, aten.sub.Tensor)):
+                seen.add(user)
+                queue.append(user)
+    return False
 
 
 def _with_rest(layout: Layout, found: Rotation) -> Rotation:

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..compiler.ir import Graph, drop_dead_nodes
+from ..compiler.ir import Graph, drop_dead_nodes, target_name
 from ..compiler.layout import Layout, NotMoves, cannot_reorder, column_order, drop_weights, reorder_columns, sources, stray_reader
 from ..compiler.ops import aten, infc
 from ..compiler.rewrite import EXACT, Pass, Report, arguments, emit
 
 LINEARS = {aten.linear.default, infc.linear.default}
+OTHER_ACTIVATIONS = {aten.relu.default, aten.sigmoid.default, aten.tanh.default, aten.hardswish.default, aten.mish.default,
+                     aten.leaky_relu.default, aten.elu.default, aten.softplus.default}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,9 @@ class Gated:
 
 def run(graph: Graph, report: Report) -> int:
     layout, fired = Layout(graph), 0
+    for node in graph.nodes:
+        if act := _other_gate(node):
+            report.refuse(node, f"its gate goes through {act}: infc::swiglu has silu and gelu")
     for gated in [found for node in graph.nodes if (found := _gated(node))]:
         found = _whole(layout, gated)
         if found is None:
@@ -64,6 +69,16 @@ def _activation(node: Any) -> str | None:
     if node.target is aten.silu.default:
         return "silu"
     return {"none": "gelu", "tanh": "gelu_tanh"}[arguments(node)[1]] if node.target is aten.gelu.default else None
+
+
+def _other_gate(node: fx.Node) -> str | None:
+    """The activation of act(gate) * up, both from products with a weight, where it is one that no operator has."""
+    if node.target is not aten.mul.Tensor or not all(isinstance(n, fx.Node) for n in node.args):
+        return None
+    for active, up in (node.args, node.args[::-1]):
+        if active.target in OTHER_ACTIVATIONS and all(sources(n)[-1].target in LINEARS for n in (active.args[0], up)):  # type: ignore
+            return target_name(active.target)               # type: ignore[union-attr]
+    return None
 
 
 def _whole(layout: Layout, gated: Gated) -> tuple[fx.Node, Tensor] | None:

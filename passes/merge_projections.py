@@ -22,7 +22,10 @@ ACTIVATIONS = {aten.silu.default, aten.gelu.default}
 
 def run(graph: Graph, report: Report) -> int:
     fired, seen = 0, set()
-    for kind, members in [*_groups(graph)]:
+    for kind, found in [*_groups(graph)]:
+        members = _of_one_x(found)
+        if len(members) < 2 and (reason := _apart(found)):
+            report.refuse(members[0], reason)
         if len(members) < 2 or members[0] in seen:
             continue
         seen.update(members)
@@ -37,17 +40,26 @@ def run(graph: Graph, report: Report) -> int:
     return fired
 
 
-def _groups(graph: Graph) -> Iterator[tuple[str, list[fx.Node]]]:
-    """(name, projections of one x in the order of their columns), whether or not they can be merged."""
+def _groups(graph: Graph) -> Iterator[tuple[str, list[fx.Node | None]]]:
+    """(name, the projections in the order of their columns; None for a value that does not come from one), mergeable or not."""
     for node in graph.nodes:
         if node.target in ATTENTIONS:
-            yield "qkv", _of_one_x([_projection(value) for value in node.args[:3]])
+            yield "qkv", [_projection(value) for value in node.args[:3]]
         elif node.target is aten.mul.Tensor:
             for gated, up in (node.args, node.args[::-1]):
                 gate = gated.args[0] if isinstance(gated, fx.Node) and gated.target in ACTIVATIONS else None
                 if _is_linear(gate) and _is_linear(up):
-                    yield "gate_up", _of_one_x([gate, up])
+                    yield "gate_up", [gate, up]
                     break
+
+
+def _apart(found: Sequence[fx.Node | None]) -> str | None:
+    """Why these are not merged though they are several; None where one product makes them all, or none."""
+    linears = list(dict.fromkeys(n for n in found if n is not None))
+    if len(linears) > 1:
+        return f"{', '.join(f'%{n.name}' for n in linears)} read different values"
+    other = [name for name, projection in zip("qkv", found, strict=False) if projection is None]
+    return f"{' and '.join(other)} of the same attention do not come from one product with a weight" if linears and other else None
 
 
 def _is_linear(node: Any) -> TypeGuard[fx.Node]:

@@ -16,9 +16,11 @@ from torch.utils._pytree import tree_map
 
 from ..compiler.errors import CheckFailed
 from ..compiler.ir import Graph, argument, evaluate, fake_mode, fake_propagate
+from ..compiler.judge import samples
 from ..compiler.layout import MOVES
 from ..compiler.ops import aten, infc
-from ..compiler.rewrite import APPROXIMATE, Pass, Report, emit
+from ..compiler.rewrite import APPROXIMATE, Measured, Pass, Report, emit
+from ..compiler.step_batch import StepSamples
 
 NARROW, WIDE = torch.bfloat16, torch.float32
 PRODUCTS = {infc.linear.default, infc.linear_swiglu.default}
@@ -140,10 +142,15 @@ class SamplesAs:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         found = self.samples(*args, **kwargs)
-        return [self.convert(s) for s in found] if isinstance(found, list) else self.convert(found)
+        return [_converted(s, self.dtypes) for s in found] if isinstance(found, list) else _converted(found, self.dtypes)
 
-    def convert(self, sample: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return tuple(t.to(dtype) for t, dtype in zip(sample, self.dtypes, strict=True))
+    def thorough(self) -> list[tuple[Tensor, ...]]:
+        """All of them, for strict checks."""
+        return [_converted(s, self.dtypes) for s in getattr(self.samples, "thorough", self.samples)()]
+
+
+def _converted(sample: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> tuple[Tensor, ...]:
+    return tuple(t.to(dtype) for t, dtype in zip(sample, dtypes, strict=True))
 
 
 def _dtypes(graph: Graph) -> tuple[torch.dtype, ...]:
@@ -153,24 +160,23 @@ def _dtypes(graph: Graph) -> tuple[torch.dtype, ...]:
 
 # ------------------------------------------------------------------------------------------------------------ the bound
 
-def check(before: Graph, after: Graph) -> float:
+def check(before: Graph, after: Graph) -> Measured:
     """Mean KL(fp32 || ours); CheckFailed where eager bf16 PyTorch is closer."""
     ours, eager = divergences(before, after)
     if not ours <= eager:
         raise CheckFailed(f"KL to fp32 is {ours:.3g}, of eager bf16 it is {eager:.3g}")
-    return ours
+    return Measured(ours, eager, "nats, mean KL(fp32 || ours) of next-token distributions: what eager bf16 PyTorch has")
 
 
 def divergences(before: Graph, after: Graph) -> tuple[float, float]:
-    """Mean KL of next-token distributions over the rows of all samples: (fp32 || ours, fp32 || eager bf16)."""
-    if before.sample_inputs is None:
-        raise CheckFailed("the graph has no sample inputs to measure on")
+    """Mean KL of next-token distributions, for a step graph over whole prompts: (fp32 || ours, fp32 || eager bf16)."""
     changed = {name for name, w in after.weights.items() if name in before.weights and w.dtype != before.weights[name].dtype}
     index = before.outputs.index("logits") if "logits" in before.outputs else len(before.outputs) - 1
-    ours, eager, here = [], [], SamplesAs(before.sample_inputs, _dtypes(after))
-    for sample in before.sample_inputs():
+    every = before.sample_inputs.prompts() if isinstance(before.sample_inputs, StepSamples) else samples(before, "fast")
+    ours, eager, dtypes = [], [], _dtypes(after)
+    for sample in every:
         truth = before.run(*map(torch.clone, sample))[index]
-        ours.append(_divergence(truth, after.run(*map(torch.clone, here.convert(sample)))[index]))
+        ours.append(_divergence(truth, after.run(*map(torch.clone, _converted(sample, dtypes)))[index]))
         eager.append(_divergence(truth, _run_eager_bf16(before, sample, changed)[index]))
     return float(torch.cat(ours).mean()), float(torch.cat(eager).mean())
 

@@ -3,9 +3,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, fx
-from torch.utils.weak import WeakIdKeyDictionary
 
-from ..compiler.contracts import SAME_FUNCTION, row_error, run_fp64, run_plain
+from ..compiler.contracts import LIFTED, SAME_FUNCTION, row_error, run_fp64, run_plain
 from ..compiler.errors import CheckFailed, UserError
 from ..compiler.ir import Graph, expression, same_size, where
 from ..compiler.ops import BLOCK, aten, infc
@@ -21,7 +20,10 @@ LEFT = {infc.attention.default, aten.scaled_dot_product_attention.default}
 def run(graph: Graph, report: Report) -> int:
     """0 for a graph that is no decoder; UserError, naming the layer, for a decoder whose attention cannot be paged."""
     attentions = [node for node in graph.nodes if node.target in LEFT]
-    if graph.inputs != SIGNATURE or not attentions: return 0
+    if graph.inputs != SIGNATURE or not attentions:
+        found = f"inputs {', '.join(graph.inputs)}" if graph.inputs != SIGNATURE else "no attention"
+        report.refuse(graph.output, f"a decoder takes {', '.join(SIGNATURE)} and has attentions; this graph has {found}")
+        return 0
     for node in attentions:
         reason = _objection(node)
         if reason: raise UserError(f"{where(node)}: this attention cannot read a paged KV cache: {reason}")
@@ -120,15 +122,15 @@ def check(before: Graph, after: Graph) -> float:
     One schedule holds it all: a whole prompt, the same prompt in chunks and then token by token over a block's end, others
     beside them, padding tokens, empty sequences, and NaN in every cache slot that was not written.
     """
-    generator, cache = torch.Generator().manual_seed(0), WeakIdKeyDictionary()
+    generator = torch.Generator().manual_seed(0)
     longest = int(after.meta.get("max_positions", max(LENGTHS)))
     prompts = [torch.randint(_vocabulary(after), (min(n, longest),), generator=generator) for n in LENGTHS]
     truth, own = [], []
     for prompt in prompts:
         sample = prompt[None], torch.arange(len(prompt))[None]
-        truth.append(run_fp64(before, sample, cache)[0][0])
+        truth.append(run_fp64(before, sample, LIFTED)[0][0])
         own.append(run_plain(before, sample)[0][0])
-    exact, plain = (_replay(after, prompts, run) for run in (lambda s: run_fp64(after, s, cache), lambda s: run_plain(after, s)))
+    exact, plain = (_replay(after, prompts, run) for run in (lambda s: run_fp64(after, s, LIFTED), lambda s: run_plain(after, s)))
     # the bound is the captured graph's worst row of all sequences: one token's error is a single draw of rounding noise
     bound = 2 * max(row_error(o, t) for o, t in zip(own, truth, strict=True)) + torch.finfo(own[0].dtype).eps
     worst = 0.0

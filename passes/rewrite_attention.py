@@ -24,6 +24,8 @@ NOTE_EMPTY_ROWS = "rewrite_attention: a row whose keys are all masked gave NaN a
 NOTE_PACKED = "rewrite_attention: masks are named for positions contiguous within a row; packed position_ids are another function"
 
 
+NOT_KNOWN = "between two products, but not softmax(mask(soft-cap(scale * q kT))) v over the last axis in a spelling that is known"
+
 NO_MASK = MaskKind("none")
 
 
@@ -61,7 +63,9 @@ def run(graph: Graph, report: Report) -> int:
         if node.target is not SDPA and node.target not in SOFTMAX: continue
         try:
             call = _from_sdpa(node) if node.target is SDPA else _from_softmax(graph, node)
-            if call is None: continue                    # a softmax of something else
+            if call is None:                             # a softmax of something else
+                if _looks_like_attention(node): report.refuse(node, NOT_KNOWN)
+                continue
             _refuse(call)
         except Declined as reason:
             report.refuse(node, str(reason))
@@ -101,6 +105,11 @@ def _from_softmax(graph: Graph, node: fx.Node) -> Call | None:
             what = "probabilities" if inner in path else "scores"
             raise Declined(f"the {what} %{inner.name} are also " + ("returned" if other.op == "output" else f"used by %{other.name}"))
     return call
+
+
+def _looks_like_attention(softmax: fx.Node) -> bool:
+    """A product goes in and its weights go into another one."""
+    return softmax.target in SOFTMAX and _holds_product(softmax.args[0]) and _weighted_sum(softmax)[0] is not None
 
 
 def _weighted_sum(softmax: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
