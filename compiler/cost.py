@@ -1,51 +1,194 @@
-"""What a step must move and multiply, and how long that takes on a machine whose limits are known."""
-from collections.abc import Callable
+"""What a step moves and multiplies at live sizes, and how long that takes on a machine whose peaks are known. Needs no torch.
+
+The costs of an artifact are plain data, report.json["costs"]:
+
+    {"kernels": [{"kernel", "name", "op", "kind", "dtype", "flops", "weights", "kv", "activations", "exact"}, ...],
+     "steps": {program: [index into kernels, one per step]}, "buckets": {program: maxima}, "dtype", "kv_bytes_per_token",
+     "weight_bytes", "max_positions"}
+
+where flops and the three kinds of bytes are formulas over the live sizes of a step (compiler.phases).
+"""
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import fx
+from .errors import UserError
+from .peaks import Peaks
+from .phases import BLOCK, Load, Phase, decode, prefill, value
 
-from ..runtime.program import Program
-from .ops.registry import arguments, operator_of
-from .placement import Unit
+__all__ = ["Change", "Costs", "Load", "Moved", "Peaks", "Phase", "Prediction", "decode", "kind_of", "moved", "phase_seconds", "predict",
+           "predict_load", "prefill", "program_of", "roofline_points", "steps_of", "streams"]
 
-
-def concrete(fake: Any, maximum: Callable[[Any], int]) -> Any:
-    """A meta tensor of the fake's dtype, its symbolic sizes replaced by `maximum(size)`. Tuples are mapped."""
-    if isinstance(fake, (tuple, list)):
-        return tuple(concrete(f, maximum) for f in fake)
-    if not isinstance(fake, torch.Tensor):
-        return fake
-    return torch.empty([maximum(size) for size in fake.shape], dtype=fake.dtype, device="meta")
+Costs = Mapping[str, Any]
+KINDS = ("weights", "kv", "activations")
 
 
-def unit_cost(unit: Unit, context: Any) -> tuple[int, int]:
-    """flops and bytes of one step at the bucket's maxima: an infc operator's declared cost, else each input read once,
-    each result written once, and one flop per element of every node."""
-    if len(unit.nodes) == 1 and (operator := operator_of(unit.nodes[0])) is not None:
-        given = {name: fx.map_arg(value, lambda n: concrete(n.meta["val"], context.maximum))
-                 for name, value in arguments(unit.nodes[0]).items()}
-        cost = operator.cost(**given)
-        return int(cost.flops), int(cost.bytes)
-    inside = set(unit.nodes)
-    read = {arg for node in unit.nodes for arg in node.all_input_nodes if arg not in inside}
-    moved = sum(_nbytes(concrete(node.meta["val"], context.maximum)) for node in [*read, *(n for n, _ in unit.results)])
-    return sum(_numel(concrete(node.meta["val"], context.maximum)) for node in unit.nodes), moved
+@dataclass(frozen=True)
+class Moved:
+    """What one step does at a load: flops, bytes by kind."""
+
+    flops: float
+    weights: float
+    kv: float
+    activations: float
+
+    @property
+    def bytes(self) -> float:
+        return self.weights + self.kv + self.activations
+
+    @property
+    def intensity(self) -> float:
+        """flops per byte."""
+        return self.flops / self.bytes if self.bytes else 0.0
 
 
-def _nbytes(value: Any) -> int:
-    if isinstance(value, tuple):
-        return sum(_nbytes(v) for v in value)
-    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of one step, what binds it ("memory", "compute", "barrier": its fixed part), and its parts."""
+
+    seconds: float
+    bound: str
+    memory_s: float
+    compute_s: float
+    barrier_s: float
 
 
-def _numel(value: Any) -> int:
-    if isinstance(value, tuple):
-        return sum(_numel(v) for v in value)
-    return value.numel() if isinstance(value, torch.Tensor) else 0
+@dataclass(frozen=True)
+class Change:
+    """A machine or a model that is not there: factors on times and bytes, for the bound of a lever."""
+
+    weights: float = 1.0            # bytes of weights
+    kv: float = 1.0                 # bytes of the KV cache
+    barrier: float = 1.0
+    free: frozenset[str] = frozenset()      # kinds of step that vanish, each with its barrier
 
 
-def decode_bytes(program: Program, kv_bytes_per_token: int, context: int) -> int:
-    """Bytes one decode step of one sequence must read: every weight once, and the KV of `context` tokens."""
-    weights = {buffer.tensor: buffer.bytes for buffer in program.buffers if buffer.kind == "weight"}
-    return sum(weights.values()) + kv_bytes_per_token * context
+def kind_of(op: str) -> str:
+    """What binds and measures a step alike: product, attention, gather, sample, aten, loop or rows (norms, rotations, casts)."""
+    if op in ("infc.linear", "infc.linear_swiglu"): return "product"
+    if op in ("infc.paged_attention", "infc.attention"): return "attention"
+    if op == "infc.sample": return "sample"
+    if op in ("aten.embedding", "aten.index_select"): return "gather"
+    if op.startswith("loop."): return "loop"
+    return "rows" if op.startswith("infc.") or op == "aten._to_copy" else "aten"
+
+
+def moved(kernel: Mapping[str, Any], load: Load) -> Moved:
+    """Evaluate a kernel's formulas."""
+    return Moved(*(value(kernel[name], load) for name in ("flops", *KINDS)))
+
+
+def program_of(costs: Costs, load: Load) -> str:
+    """The smallest bucket that holds a load, as the runtime chooses it. Raises UserError where none does."""
+    order = sorted(costs["buckets"].items(), key=lambda item: (item[1]["T"], item[1]["N"]))
+    for name, most in order:
+        if all(load.dims[d] <= most[d] for d in ("T", "N", "R", "M")): return name
+    raise UserError(f"{load.dims} fits no bucket of this artifact; the largest is {order[-1][1]}")
+
+
+def steps_of(costs: Costs, load: Load) -> list[Mapping[str, Any]]:
+    """The kernel of each step of the program that runs this load, in order."""
+    return [costs["kernels"][i] for i in costs["steps"][program_of(costs, load)]]
+
+
+def predict(kernel: Mapping[str, Any], load: Load, peaks: Peaks, *, streams: bool, change: Change = Change()) -> Prediction:
+    """How long one step takes: the longer of its memory and its arithmetic time, the exposed part of the shorter, its start, a barrier.
+
+    What is exposed is measured where both times are equal, and vanishes as one outweighs the other: exposed * shorter² / longer.
+    streams: the weights and the cache of a whole step do not fit the last cache, so each step reads its own from memory.
+    Activations were written by the step before and are read from the caches.
+    """
+    m = moved(kernel, load)
+    barrier = peaks.barrier_s * change.barrier
+    if kernel["kind"] in change.free: return Prediction(0.0, "barrier", 0.0, 0.0, 0.0)
+    cold = streams and m.weights + m.kv > 0
+    if kernel["kind"] == "product":
+        memory, compute = _product(kernel, m, peaks, streams, change)
+        start, exposed = peaks.start_s, peaks.exposed
+    elif kernel["kind"] == "attention":
+        memory, compute = _attention(kernel, m, load, peaks, streams, change)
+        start, exposed = peaks.kv_start_s * len(load.new), 0.0   # its rate was measured with its own arithmetic in the way
+    else:
+        memory, compute = _rows(kernel, m, load, peaks, streams, change), 0.0
+        start, exposed = peaks.start_s, 0.0
+    fixed = barrier + (start if cold else 0.0) + (peaks.aten_call_s if kernel["kind"] == "aten" else 0.0)
+    longer, shorter = max(memory, compute), min(memory, compute)
+    seconds = longer + (exposed * shorter * shorter / longer if shorter else 0.0) + fixed
+    bound = "barrier" if fixed > max(memory, compute) else "memory" if memory >= compute else "compute"
+    return Prediction(seconds, bound, memory, compute, fixed)
+
+
+def _product(kernel: Mapping[str, Any], m: Moved, peaks: Peaks, streams: bool, change: Change) -> tuple[float, float]:
+    """Seconds of reading the weights, and of multiplying."""
+    rate = peaks.read_gb_s if streams else peaks.weight_cache_gb_s
+    return m.weights * change.weights / 1e9 / rate, m.flops / 1e9 / _of(peaks.product_gflop_s, kernel)
+
+
+def _attention(kernel: Mapping[str, Any], m: Moved, load: Load, peaks: Peaks, streams: bool, change: Change) -> tuple[float, float]:
+    """Seconds of reading old keys and values from memory, and of the arithmetic and this step's own, which a step ago were written."""
+    fresh = min(1.0, load.dims["T"] / max(1, load.keys())) if streams else 1.0
+    memory = m.kv * (1 - fresh) * change.kv / 1e9 / peaks.kv_read_gb_s
+    return memory, m.flops / 1e9 / _of(peaks.attention_gflop_s, kernel) + m.kv * fresh * change.kv / 1e9 / peaks.key_cache_gb_s
+
+
+def _rows(kernel: Mapping[str, Any], m: Moved, load: Load, peaks: Peaks, streams: bool, change: Change) -> float:
+    """Seconds of moving rows through the caches, weights from memory; new keys go to blocks that lie there, the first of each block."""
+    tokens, sequences = load.dims["T"], load.dims["N"]
+    rate = peaks.scan_gb_s if kernel["kind"] == "sample" else peaks.thread_cache_gb_s if tokens == 1 else peaks.cache_gb_s
+    scattered = min(tokens, sequences + tokens // BLOCK) / tokens if streams else 0.0
+    seconds = m.weights * change.weights / 1e9 / (peaks.read_gb_s if streams else rate)
+    seconds += m.kv * change.kv * scattered / 1e9 / peaks.kv_write_gb_s
+    return seconds + (m.kv * (1 - scattered) + m.activations) / 1e9 / rate
+
+
+def _of(rates: Mapping[str, float], kernel: Mapping[str, Any]) -> float:
+    """The rate of a kernel's dtype; narrower formats are multiplied as bf16."""
+    return rates.get(kernel["dtype"], rates["bf16"])
+
+
+def streams(costs: Costs, load: Load, peaks: Peaks, change: Change = Change()) -> bool:
+    """Do the weights and the cached keys of one step exceed the last cache?"""
+    kv = costs["kv_bytes_per_token"] * load.keys()
+    return costs["weight_bytes"] * change.weights + kv * change.kv > peaks.llc_bytes
+
+
+def predict_load(costs: Costs, load: Load, peaks: Peaks, change: Change = Change()) -> list[Prediction]:
+    """One prediction per step of the program that runs the load."""
+    cold = streams(costs, load, peaks)                       # as it is: a lever does not get a cache for nothing
+    known: dict[int, Prediction] = {}
+    out = []
+    for index in costs["steps"][program_of(costs, load)]:
+        if index not in known: known[index] = predict(costs["kernels"][index], load, peaks, streams=cold, change=change)
+        out.append(known[index])
+    return out
+
+
+def phase_seconds(costs: Costs, phase: Phase, peaks: Peaks, change: Change = Change()) -> float:
+    """Predicted seconds of a whole phase: steps run one after the other."""
+    return sum(p.seconds for load in phase.loads for p in predict_load(costs, load, peaks, change))
+
+
+def roofline_points(
+    report_costs: Costs, peaks: Peaks, phases: Iterable[Phase], measured: Mapping[tuple[str, str], float] | None = None,
+) -> list[dict[str, Any]]:
+    """One point per kernel and phase, of one call of it: {kernel, name, op, kind, phase, calls, flops, bytes, weights, kv,
+    activations, intensity, predicted_s, measured_s, bound}.
+
+    measured: seconds of one call by (phase name, kernel hash), or by (phase name, kernel name) where two kernels of one name need not
+    be told apart. Of a phase in several chunks the last one is shown.
+    """
+    points, known = [], measured or {}
+    for phase in phases:
+        load = phase.loads[-1]
+        cold = streams(report_costs, load, peaks)
+        indices = report_costs["steps"][program_of(report_costs, load)]
+        for index in dict.fromkeys(indices):
+            kernel = report_costs["kernels"][index]
+            took = known.get((phase.name, kernel["kernel"]), known.get((phase.name, kernel["name"])))
+            m, p = moved(kernel, load), predict(kernel, load, peaks, streams=cold)
+            points.append({
+                "kernel": kernel["kernel"], "name": kernel["name"], "op": kernel["op"], "kind": kernel["kind"], "phase": phase.name,
+                "calls": indices.count(index), "flops": m.flops, "bytes": m.bytes, "weights": m.weights, "kv": m.kv,
+                "activations": m.activations, "intensity": m.intensity, "predicted_s": p.seconds,
+                "measured_s": took, "bound": p.bound})
+    return points

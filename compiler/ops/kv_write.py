@@ -9,7 +9,7 @@ BLOCK = 32
 
 def cost(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> Cost:
     written = k.numel() * k_cache.element_size() + v.numel() * v_cache.element_size()
-    return Cost(flops=0, bytes=nbytes(k) + nbytes(v) + nbytes(slots) + written)
+    return Cost(flops=0, bytes=nbytes(k) + nbytes(v) + nbytes(slots) + written, kv=written)
 
 
 def write(x: Tensor, cache: Tensor, slots: Tensor) -> None:

@@ -11,12 +11,13 @@ def cost(
     scale: float, window: int = 0, softcap: float = 0.0, out_dtype: torch.dtype | None = None,
 ) -> Cost:
     tokens, heads, head = q.shape
-    head_v, sequences = v_cache.shape[3], block_table.shape[0]
-    keys = block_table.shape[1] * k_cache.shape[2]         # context lengths are data: counted as if each table were full
-    cached = sequences * keys * k_cache.shape[1] * (head * k_cache.element_size() + head_v * v_cache.element_size())
+    kv_heads, head_v = k_cache.shape[1], v_cache.shape[3]
     small = nbytes(query_start) + nbytes(context_len) + nbytes(block_table)
     written = out_bytes((tokens, heads * head_v), out_dtype or q.dtype)
-    return Cost(flops=tokens * heads * keys * (2 * head + 2 * head_v + 5), bytes=nbytes(q) + cached + small + written)
+    return Cost(                                           # context lengths are data: what a key costs is a rate
+        flops=0, bytes=nbytes(q) + small + written, window=window,
+        pair_flops=heads * (2 * head + 2 * head_v + 5),    # two products; scale, mask, softmax
+        key_bytes=kv_heads * (head * k_cache.element_size() + head_v * v_cache.element_size()))
 
 
 @operator("infc::paged_attention", cost=cost)

@@ -10,10 +10,19 @@ from torch._library.custom_ops import CustomOpDef
 
 @dataclass(frozen=True)
 class Cost:
-    """What one call must at least do. Sizes may be symbolic, then so are these."""
+    """What one call must at least do. Sizes may be symbolic, then so are these.
+
+    What depends on data beside the sizes is a rate: attention over a paged cache costs `key_bytes` for each cached key that a
+    sequence's tokens see at all, and `pair_flops` for each pair of a token and a key it sees. With a window W > 0 a token sees
+    the last W keys.
+    """
 
     flops: int | torch.SymInt
     bytes: int | torch.SymInt      # every operand read once, every result written once
+    kv: int | torch.SymInt = 0     # of these bytes, those of the KV cache
+    pair_flops: int | torch.SymInt = 0
+    key_bytes: int | torch.SymInt = 0
+    window: int = 0
 
 
 @dataclass(frozen=True)

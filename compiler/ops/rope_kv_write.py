@@ -15,7 +15,7 @@ def cost(
     written = out_bytes((tokens, q_heads, head), out_dtype or qkv.dtype)
     cached = tokens * kv_heads * head * (k_cache.element_size() + v_cache.element_size())
     return Cost(flops=3 * tokens * (q_heads + kv_heads) * 2 * cos.shape[-1],
-                bytes=nbytes(qkv) + nbytes(cos) + nbytes(sin) + nbytes(slots) + written + cached)
+                bytes=nbytes(qkv) + nbytes(cos) + nbytes(sin) + nbytes(slots) + written + cached, kv=cached)
 
 
 @operator("infc::rope_kv_write", cost=cost, mutates=("k_cache", "v_cache"))

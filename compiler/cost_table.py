@@ -1,0 +1,64 @@
+"""The costs an artifact carries: its unique steps with their formulas, as plain data for compiler.cost."""
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..runtime.program import Program, Step
+from .cost import kind_of
+from .count import Count, RegionCost, count, formulas, totals
+from .errors import CheckFailed
+from .placement import Unit
+
+PACKED_SPREAD = 16
+"""A row of a table in panels of 32 (both layouts) has 4 bytes in each cache line of 64: picking it moves 16 times what it holds."""
+
+
+class CostTable:
+    """Collects the unique steps of an artifact's programs with their formulas: report.json["costs"], see compiler.cost."""
+
+    def __init__(self, weights: Collection[str], region: RegionCost):
+        self.weights, self.region = weights, region
+        self.kernels: list[dict[str, Any]] = []
+        self.steps: dict[str, list[int]] = {}
+        self.buckets: dict[str, dict[str, int]] = {}
+        self._index: dict[tuple[Any, ...], int] = {}
+        self._weight_bytes: dict[str, int] = {}
+
+    def maxima(self, unit: Unit, context: Any) -> tuple[int, int]:
+        """flops and bytes of a unit at its bucket's maxima: what a Step carries."""
+        return totals(count(unit, context, self.weights, self.region), context.bucket)
+
+    def add(self, program: Program, units: Sequence[Unit], context: Any, names: Mapping[str, str]) -> None:
+        """Take in a program, whose steps are these units. names: of each kernel hash."""
+        if len(units) != len(program.steps):
+            raise CheckFailed(f"{program.name} has {len(program.steps)} steps for {len(units)} units")
+        self.buckets[program.name] = dict(program.bucket)
+        self._weight_bytes.update({b.tensor: b.bytes for b in program.buffers if b.kind == "weight"})
+        self.steps[program.name] = [self._kernel(program, step, unit, context, names[step.kernel])
+                                    for step, unit in zip(program.steps, units, strict=True)]
+
+    def _kernel(self, program: Program, step: Step, unit: Unit, context: Any, name: str) -> int:
+        """The entry of a step. An ATen step's kernel says nothing of its sizes, so its buffers count as well."""
+        buffers = [program.buffers[i] for i in step.args]
+        signature = (step.kernel, *((b.kind, b.dtype, b.shape) for b in buffers))
+        if signature not in self._index:
+            dims = sorted({d for b in buffers for s in b.shape if isinstance(s, str) and (d := s.partition("+")[0]) in context.bucket})
+
+            def at(sizes: Mapping[str, int]) -> Count:
+                return count(unit, replace(context, bucket={**context.bucket, **sizes}), self.weights, self.region)
+
+            kind = kind_of(unit.op)
+            decides = [b.dtype for b in buffers if b.kind == ("kv" if kind == "attention" else "weight")] or [b.dtype for b in buffers]
+            found = formulas(at, dims, context.bucket)
+            if kind == "gather" and any(b.kind == "weight" and not b.tensor.endswith(":plain") for b in buffers):
+                found["weights"] = [[term[0] * PACKED_SPREAD, *term[1:]] for term in found["weights"]]
+            self._index[signature] = len(self.kernels)
+            self.kernels.append({"kernel": step.kernel, "name": name, "op": unit.op, "kind": kind, "dtype": (decides or [""])[0],
+                                 **found})
+        return self._index[signature]
+
+    def json(self, isa: str, dtype: str, kv_bytes_per_token: int, max_positions: int) -> dict[str, Any]:
+        """The plain data of report.json["costs"]."""
+        return {"kernels": self.kernels, "steps": self.steps, "buckets": self.buckets, "isa": isa, "dtype": dtype,
+                "kv_bytes_per_token": kv_bytes_per_token, "weight_bytes": sum(self._weight_bytes.values()),
+                "max_positions": max_positions}
