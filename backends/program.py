@@ -99,16 +99,20 @@ def build(
     if len(results) != len(graph.outputs):
         raise CheckFailed(f"{len(graph.outputs)} outputs share {len(results)} values; a program needs one buffer for each")
 
+    accesses: list[_Access] = []
     for index, unit in enumerate(units):
         launch = unit.lower(context)
         args = []
+        accesses.append(access := _Access(unit.op))
         for arg in launch.args:
             if isinstance(arg, Out):
                 value = unit.results[arg.index]
                 kind, name = ("output", results[value]) if value in results else ("arena", value[0].name)
                 args.append(new(value, kind, name, index))
+                access.writes.append((args[-1], value))
             elif isinstance(arg, Scratch):
                 args.append(place(_Place(f"scratch_{index}", "arena", "u8", (arg.bytes,), arg.bytes, index, index)))
+                access.writes.append((args[-1], None))
             elif isinstance(arg, Weight):
                 args.append(_weight(graph, arg, store, packed, place, pack))
             elif (value := source_of(arg))[0].name in graph.weights:
@@ -117,6 +121,7 @@ def build(
                 spot = where[value]
                 places[spot].last = index
                 args.append(spot)
+                access.reads.append((spot, value))
         flops, moved = cost(unit, context)
         kernel = store.kernel(launch, unit.op)
         steps.append(Step(kernel.hash, tuple(args), unit.op, flops, moved, unit.origin, unit.passes))
@@ -125,26 +130,13 @@ def build(
         if value not in where or places[where[value]].kind != "output":
             raise CheckFailed(f"output {name} is not the result of any step (it is {value[0].format_node()})")
     arena = _pack_arena([spot for spot in places if spot.kind == "arena"])
+    _check_arena(places, accesses, arena)
     order = {name: i for i, name in enumerate([*graph.inputs, *graph.outputs])}
     return _in_order(Program(
         name="step_" + "_".join(f"{k}{v}" for k, v in context.bucket.items() if k == "T"),
         bucket=dict(context.bucket), dims=DIMS, arena_bytes=arena,
         buffers=tuple(spot.buffer() for spot in places), steps=tuple(steps),
     ), order)
-
-
-def program_text(program: Program, store: Store) -> str:
-    """A program for a person: its buffers with their places, then its steps in order, each with the modules it came from."""
-    lines = [f"{program.name}: bucket {program.bucket}, arena {program.arena_bytes} bytes", "", "buffers"]
-    for i, buffer in enumerate(program.buffers):
-        place = f"arena+{buffer.offset}" if buffer.kind == "arena" else buffer.tensor or buffer.kind
-        lines.append(f"  {i:4d} {buffer.name}: {buffer.dtype}[{','.join(map(str, buffer.shape))}] {buffer.bytes} bytes at {place}")
-    lines += ["", "steps (flops and bytes at the bucket's maxima)"]
-    for i, step in enumerate(program.steps):
-        name = store.kernels[step.kernel].name
-        lines.append(f"  {i:4d} {name}({', '.join(map(str, step.args))})  {step.op}  {step.flops} flops  {step.bytes} bytes"
-                     f"  [{', '.join(step.origin)}]  by {', '.join(step.passes) or 'capture'}")
-    return "\n".join(lines) + "\n"
 
 
 def _in_order(program: Program, order: dict[str, int]) -> Program:
@@ -206,6 +198,42 @@ def _pack_arena(spots: list[_Place]) -> int:
         spot.offset = offset
         done.append(spot)
     return max((_align(spot.offset + spot.bytes) for spot in spots), default=0)
+
+
+@dataclass
+class _Access:
+    """What a step reads and writes: buffers, each with the value that the graph says is in it (None: scratch)."""
+
+    op: str
+    reads: list[tuple[int, Value]] = field(default_factory=list)
+    writes: list[tuple[int, Value | None]] = field(default_factory=list)
+
+
+def _check_arena(places: Sequence[_Place], accesses: Sequence[_Access], size: int) -> None:
+    """Run the steps on names alone: each finds the values it reads where it reads them, whatever was written since.
+
+    It knows nothing of how the places were chosen. CheckFailed names the step, the value and what is wrong with its place.
+    """
+    holds: dict[int, Value | None] = {}
+    for index, access in enumerate(accesses):
+        step = f"memory plan: step {index} ({access.op})"
+        for spot, value in access.reads:
+            if places[spot].kind == "arena" and holds.get(spot) != value:
+                raise CheckFailed(f"{step} reads %{value[0].name}, which was not written to its place or was written over")
+        used = {spot for spot, _ in (*access.reads, *access.writes) if places[spot].kind == "arena"}
+        for spot, value in access.writes:
+            mine = places[spot]
+            if mine.kind != "arena": continue
+            if mine.offset % ALIGN: raise CheckFailed(f"{step} writes {mine.name} at {mine.offset}, which is no multiple of {ALIGN}")
+            if mine.offset + mine.bytes > size: raise CheckFailed(f"{step} writes {mine.name} past the arena's {size} bytes")
+            for other in [o for o in {*holds, *used} if o != spot and _overlap(places[o], mine)]:
+                if other in used: raise CheckFailed(f"{step} writes {mine.name} over {places[other].name}, which it uses as well")
+                del holds[other]
+            holds[spot] = value
+
+
+def _overlap(a: _Place, b: _Place) -> bool:
+    return a.offset < b.offset + b.bytes and b.offset < a.offset + a.bytes
 
 
 def _align(size: int) -> int:

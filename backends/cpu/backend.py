@@ -20,7 +20,7 @@ from ..program import Store
 from ..regions import Loops
 from . import claims, printer
 from .pack import LAYOUTS
-from .toolchain import KERNELS, build, find_compiler, flags
+from .toolchain import KERNELS, assembly, build, find_compiler, flags
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,10 @@ class Toolchain:
                 return build(text, self.isa, Path(folder) / "kernels.so", cache, note).read_bytes()
         except OSError as error:
             raise UserError(f"cannot compile in the temporary folder {tempfile.gettempdir()}: {error.strerror} (set TMPDIR)") from error
+
+    def assembly(self, text: str) -> str:
+        """The assembly of a source, from the same compiler and flags. Raises as `build` does."""
+        return assembly(text, self.isa)
 
 
 def toolchain(isa: str) -> Toolchain:

@@ -120,11 +120,23 @@ def build(
     return out_path
 
 
-def _compile(compiler: Compiler, source: str, isa: str, folder: Path, made: Path) -> None:
+def assembly(source: str, isa: str) -> str:
+    """The assembly of `source` as `build` compiles it: same compiler, same flags. Raises as `build` does."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="infc-assembly-") as folder:
+            made = Path(folder) / "kernels.s"
+            _compile(find_compiler(), source, isa, Path(folder), made, ("-S",))
+            return made.read_text()
+    except OSError as error:
+        if error.errno in _FULL: raise _no_space(Path(tempfile.gettempdir()), str(error)) from error
+        raise UserError(f"cannot compile in the temporary folder {tempfile.gettempdir()}: {error.strerror} (set TMPDIR)") from error
+
+
+def _compile(compiler: Compiler, source: str, isa: str, folder: Path, made: Path, last: tuple[str, ...] = LINK) -> None:
     text = folder / "kernels.cpp"
     text.write_text(source)
     # run inside the folder with a relative name: no path of this machine can reach the library
-    command = [compiler.path, *flags(isa, compiler), "-I", str(KERNELS), text.name, "-o", made.name, *LINK]
+    command = [compiler.path, *flags(isa, compiler), "-I", str(KERNELS), text.name, "-o", made.name, *last]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace", check=False,
                           env={**os.environ, "LC_ALL": "C"})              # its messages are read below
     lines = done.stderr.splitlines()

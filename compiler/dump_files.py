@@ -1,0 +1,61 @@
+"""Files of a dump: written aside and renamed, and one file per distinct tensor."""
+import contextlib
+import errno
+import json
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save
+from torch import Tensor
+
+from .errors import UserError
+from .ir import DTYPE_NAMES, tensor_hash
+from .stage import TENSOR, file_name
+
+
+def refuse_filled(folder: Path | None) -> None:
+    """Raise UserError when a dump would mix with what is in its folder."""
+    if folder is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"the dump folder {folder} is not empty: name a new one")
+
+
+def write_whole(path: Path, data: str | bytes) -> None:
+    """Write a file so that nobody sees half of it. Raises UserError, which names it, where there is no room or no permission."""
+    aside = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_bytes(data.encode() if isinstance(data, str) else data)
+        os.replace(aside, path)
+    except OSError as error:
+        why = "no space left on the disk" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror
+        raise UserError(f"{path}: the dump cannot be written ({why}); name another folder with --dump") from error
+    finally:
+        with contextlib.suppress(OSError): aside.unlink()
+
+
+def write_json(path: Path, value: Any) -> None:
+    """`write_whole` of a JSON document."""
+    write_whole(path, json.dumps(value, indent=1) + "\n")
+
+
+@dataclass
+class Tensors:
+    """A folder of tensors, one file per content."""
+
+    folder: Path
+    known: dict[str, int] = field(default_factory=dict)           # sha256 -> bytes
+
+    def add(self, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+        """Write what is new; name -> {"dtype", "shape", "sha256"}."""
+        with ThreadPoolExecutor() as pool:                        # hashlib releases the GIL
+            hashes = dict(zip(tensors, pool.map(tensor_hash, tensors.values()), strict=True))
+        for name, sha256 in hashes.items():
+            if sha256 not in self.known:
+                data = save({TENSOR: tensors[name].detach().contiguous()})
+                write_whole(self.folder / file_name(sha256), data)
+                self.known[sha256] = len(data)
+        return {name: {"dtype": DTYPE_NAMES[t.dtype], "shape": list(t.shape), "sha256": hashes[name]} for name, t in tensors.items()}
