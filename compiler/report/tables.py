@@ -1,0 +1,47 @@
+"""The tables of buckets and of kernels."""
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...runtime.manifest import Manifest
+from ...runtime.program import Program
+from .families import family
+
+
+def bucket_table(manifest: Manifest, programs: Sequence[Program]) -> list[dict[str, Any]]:
+    """Per bucket: its maxima, steps, kernels (unique), ATen steps, arena bytes; flops and bytes at its maxima."""
+    infos = {info.name: info for info in manifest.buckets}
+    return [
+        {"name": p.name, **p.bucket, "steps": len(p.steps), "kernels": len({s.kernel for s in p.steps}), "aten": infos[p.name].aten_steps,
+         "arena": p.arena_bytes, "flops": sum(s.flops for s in p.steps), "bytes": sum(s.bytes for s in p.steps)}
+        for p in programs
+    ]
+
+
+def kernel_table(manifest: Manifest, program: Program) -> list[dict[str, Any]]:
+    """Per kernel of one bucket: steps that run it, flops and bytes of them all at the bucket's maxima; most bytes first."""
+    names = {kernel.hash: kernel for kernel in manifest.kernels}
+    rows: dict[str, dict[str, Any]] = {}
+    for step in program.steps:
+        kernel = names.get(step.kernel)               # an ATen step has no code object
+        row = rows.setdefault(step.kernel, {
+            "hash": step.kernel[:6], "name": kernel.name if kernel else step.op, "op": step.op, "family": family(step.op),
+            "steps": 0, "flops": 0, "bytes": 0})
+        row["steps"] += 1
+        row["flops"] += step.flops
+        row["bytes"] += step.bytes
+    return sorted(rows.values(), key=lambda row: -row["bytes"])
+
+
+def head(manifest: Manifest, report: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """What the artifact is, in facts that need no running."""
+    model, weights = manifest.model, manifest.weights
+    return {
+        "name": manifest.name, "version": manifest.version, "target": manifest.target, "isa": list(manifest.isa), "dtype": manifest.dtype,
+        "contract": manifest.contract, "created_with": manifest.created_with, "schema": manifest.schema,
+        "parameters": model.parameters, "layers": model.layers, "vocab": model.vocab, "positions": model.max_positions,
+        "license": model.license, "source": model.source,
+        "size": size, "weights": weights.data_bytes if weights else 0, "code": manifest.files[manifest.code].bytes if manifest.code else 0,
+        "kv_block": sum(kv.block_bytes for kv in manifest.kv),
+        "bound": manifest.golden.bound if manifest.golden else None, "metric": manifest.golden.metric if manifest.golden else "",
+        "graph_error": report["graph_error"], "coverage": report["coverage"],
+    }
