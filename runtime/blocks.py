@@ -83,6 +83,13 @@ class BlockPool:
                 self._reserved -= holder.reserved
                 holder.reserved = 0
 
+    def poison(self) -> None:
+        """Set every bit of the used blocks that are free, NaN in any float type: whoever is handed one uncleared will show it."""
+        with self._lock:
+            for first, count in _runs(sorted(self._used)):
+                for address, size in self._buffers:
+                    ctypes.memset(address + first * size, 0xFF, count * size)
+
     def recover(self) -> None:
         """Count again from the holders alive: what an interrupt cut off, or a caller dropped without closing, comes back."""
         with self._lock:

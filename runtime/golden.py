@@ -1,9 +1,13 @@
 """Golden prompts: an artifact must still say what the model said when it was compiled, on this machine, through every bucket.
 
+Tokens are checked too: each must be what the program's own logits and the row's settings give. Blocks of the KV pool that are
+given back are filled with NaN before they are handed out again, so that reading what nobody wrote shows.
+
 golden.safetensors holds, for each case i: `case{i}.tokens` i32[n], `case{i}.rows` i32[r] (positions) and `case{i}.logits`
 f32 or f64 [r, vocab], the captured model's own logits at those positions. The manifest holds the metric and its bound.
 """
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,12 +17,17 @@ from .artifact import GOLDEN
 from .batch import Work
 from .errors import RuntimeFault
 from .manifest import BucketInfo
+from .options import Sampling
 from .tensors import Tensor, parse, tensor
 
 if TYPE_CHECKING:
     import numpy as np
 
     from .session import Model
+    from .stepper import OpenSequence
+
+CHUNK, TOGETHER = 48, 3
+"""Tokens of a prompt a step of the mixed round takes (more than a block, and no multiple of one), and sequences in it."""
 
 
 class Case(NamedTuple):
@@ -38,6 +47,7 @@ class GoldenReport(msgspec.Struct, frozen=True):
     errors: dict[str, float]
     top1: float  # share of rows whose likeliest token is the recorded one
     passed: bool
+    wrong_tokens: int = 0  # tokens that are not what their own logits and settings give
 
 
 def pack(cases: Sequence[Case]) -> dict[str, Tensor]:
@@ -55,28 +65,31 @@ def pack(cases: Sequence[Case]) -> dict[str, Tensor]:
 def replay(model: "Model", buckets: Sequence[str] = ()) -> GoldenReport:
     """Feed every case through every bucket, as much of it a step as the bucket takes (the rest is padding), and compare.
 
-    buckets: names to try; default, all. A last round runs all cases together. Raises RuntimeFault where the artifact has no
-    golden cases.
+    buckets: names to try; default, all. A last round, "mixed", runs all cases together: in one step, and then as a service would,
+    some decoding while others begin, in blocks that others gave back. Raises RuntimeFault where the artifact has no golden cases.
     """
     info = model.manifest.golden
     if info is None:
         raise RuntimeFault(f"{model.artifact.path}: has no golden cases to replay; compile it again")
     cases = _cases(model)
     errors: dict[str, float] = {}
-    right = rows = 0
+    right = rows = wrong = 0
     for bucket in model.manifest.buckets:
         if buckets and bucket.name not in buckets:
             continue
         worst: list[float] = []
         for case in cases:
-            found = _run(model, case, bucket)
+            model.pool.poison()
+            found, odd = _run(model, case, bucket)
+            wrong += odd
             worst.append(_error(info.metric, case.logits, found))
             right += int((found.argmax(-1) == case.logits.argmax(-1)).sum())
             rows += len(case.rows)
         errors[bucket.name] = _worst(worst)
-    errors["mixed"] = _worst([_error(info.metric, c.logits, f) for c, f in zip(cases, _run_mixed(model, cases), strict=True)])
+    mixed = [*zip(cases, _run_mixed(model, cases), strict=True), *_run_served(model, cases)]
+    errors["mixed"] = _worst([_error(info.metric, case.logits, found) for case, found in mixed])
     error = _worst(list(errors.values()))
-    return GoldenReport(info.metric, info.bound, error, errors, right / max(rows, 1), error <= info.bound)
+    return GoldenReport(info.metric, info.bound, error, errors, right / max(rows, 1), error <= info.bound and not wrong, wrong)
 
 
 def _cases(model: "Model") -> list[Case]:
@@ -91,16 +104,49 @@ def _cases(model: "Model") -> list[Case]:
         raise RuntimeFault(f"{where}: has no tensor {error}; compile the artifact again") from error
 
 
-def _run(model: "Model", case: Case, bucket: BucketInfo) -> "np.ndarray":
-    """The logits at the case's rows, its tokens fed through this bucket alone, as many a step as it takes."""
+def _run(model: "Model", case: Case, bucket: BucketInfo) -> "tuple[np.ndarray, int]":
+    """The logits at the case's rows, its tokens fed through this bucket alone, as many a step as it takes; and wrong tokens."""
     import numpy as np
 
     found: dict[int, np.ndarray] = {}
+    wrong = 0
     with model.sequence() as sequence:
         for at, stop, rows in _steps(case, bucket):
-            values = model.run_logits([Work(sequence, case.tokens[at:stop], rows)], True, bucket.name)[1]
-            found.update({position: values[position - stop + rows] for position in range(stop - rows, stop)})
-    return np.stack([found[row] for row in case.rows])
+            tokens, values = model.run_logits([Work(sequence, case.tokens[at:stop], rows)], True, bucket.name)
+            if rows:
+                found.update({position: values[position - stop + rows] for position in range(stop - rows, stop)})
+                wrong += int((values.argmax(-1) != tokens).sum())
+        if case.rows and case.rows[-1] == len(case.tokens) - 1:
+            wrong += _draw(model, sequence, case.tokens[-1], bucket.name)
+    return np.stack([found[row] for row in case.rows]), wrong
+
+
+def _draw(model: "Model", sequence: "OpenSequence", last: int, bucket: str) -> int:
+    """Step the last token again with settings of every kind; how many of the drawn tokens are wrong.
+
+    The logits are those of a step like the ones that draw: among more tokens they may round otherwise. The uniform number is put in
+    the middle of the interval of the token that is expected, so that rounding inside the draw cannot move it out.
+    """
+    import numpy as np
+
+    sequence.truncate(sequence.length - 1)
+    wide = model.run_logits([Work(sequence, [last], 1)], True, bucket)[1][0].astype(np.float64)
+    spread = float(wide.std()) or 1.0
+    order = np.argsort(-wide, kind="stable")
+    temperature = float(np.float32(0.3 * spread))                       # a hundred tokens or so share most of the mass
+    share = np.exp((wide[order] - wide.max()) / temperature)
+    below = np.concatenate(([0.0], np.cumsum(share / share.sum())))     # of each rank: the mass before it
+    half, most, few = (int(np.searchsorted(below[1:], mass)) for mass in (0.5, 0.8, 0.3))
+    top = min(7, len(order))
+    wrong = 0
+    for rank, top_k, kept in ((half, 0, len(order)), (top - 1, top, top), (most, 0, most + 1), (few, 0, len(order))):
+        cut = top_k == 0 and kept < len(order)                          # top-p: halfway into the last token that is kept
+        top_p = float((below[kept - 1] + below[kept]) / 2) if cut else 1.0
+        uniform = float((below[rank] + below[rank + 1]) / 2 / below[kept])
+        sequence.truncate(sequence.length - 1)
+        drawn = model.run_logits([Work(sequence, [last], 1, Sampling(temperature, top_k, top_p), uniform)], False, bucket)[0]
+        wrong += drawn != [int(order[rank])]
+    return wrong
 
 
 def _steps(case: Case, bucket: BucketInfo) -> Iterator[tuple[int, int, int]]:
@@ -127,6 +173,40 @@ def _run_mixed(model: "Model", cases: Sequence[Case]) -> "list[np.ndarray]":
                 sequence.close()
         found += [values[list(c.rows)] for c, values in zip(group, logits, strict=True)]
     return found
+
+
+def _run_served(model: "Model", cases: "Sequence[Case]") -> "Iterator[tuple[Case, np.ndarray]]":
+    """Every case twice, a few at a time: prompts in chunks, compared rows token by token, the next case in as one ends."""
+    import numpy as np
+
+    waiting = deque([*cases, *reversed(cases)])
+    running: list[tuple[Case, OpenSequence, list[np.ndarray]]] = []
+    together = min(TOGETHER, model.limits.sequences)
+    while waiting or running:
+        while waiting and len(running) < together:
+            running.append((waiting.popleft(), model.sequence(), []))
+        room = max(1, min(CHUNK, model.limits.tokens // len(running)))
+        pieces = [_next(case, sequence.length, room) for case, sequence, _ in running]
+        try:
+            logits = model.step([sequence for _, sequence, _ in running], pieces).logits
+        except BaseException:
+            for _, sequence, _ in running:
+                sequence.close()
+            raise
+        for (case, sequence, found), values in zip([*running], logits, strict=True):
+            if sequence.length - 1 in case.rows:
+                found.append(values[-1])
+            if sequence.length == len(case.tokens):
+                sequence.close()
+                model.pool.poison()
+                yield case, np.stack(found)
+        running = [entry for entry in running if entry[1].length]
+
+
+def _next(case: Case, done: int, room: int) -> Sequence[int]:
+    """The tokens up to the next compared row, at most `room` of them."""
+    row = next((row for row in case.rows if row >= done), len(case.tokens) - 1)
+    return case.tokens[done:min(row + 1, done + room)]
 
 
 def _error(metric: str, recorded: "np.ndarray", found: "np.ndarray") -> float:

@@ -85,8 +85,13 @@ class Stepper:
 
     def profile(self, sequence: OpenSequence, tokens: Sequence[int]) -> list[tuple[str, int]]:
         """Append tokens to a sequence in one step; (operator, nanoseconds with its barrier) of each step of the program."""
+        return self.profile_batch([sequence], [tokens])
+
+    def profile_batch(self, sequences: Sequence[OpenSequence], tokens: Sequence[Sequence[int]], rows: int = 1) -> list[tuple[str, int]]:
+        """As `profile`, tokens[i] appended to sequences[i] in one step; of each sequence the last `rows` tokens are sampled."""
         with self.lock:
-            works = [Work(sequence, self._checked([sequence], [tokens], "last")[0], 1)]
+            lists = self._checked(sequences, tokens, "last")
+            works = [Work(sequence, ids, rows) for sequence, ids in zip(sequences, lists, strict=True)]
             dims, table = self._prepare(works)
             times = table.profile(dims)
             self._advance(works)

@@ -66,6 +66,18 @@ class StepTable:
             else:
                 self._library.run(ctypes.addressof(self._steps) + first * ctypes.sizeof(_Step), count, live, None)
 
+    def run_step(self, index: int, dims: Mapping[str, int]) -> None:
+        """Run one step alone, for whoever looks for the one that is wrong."""
+        symbol = next(symbol for first, count, symbol in self._runs if first <= index < first + count)
+        if symbol:
+            self._call_aten(index, symbol, dims)
+        else:
+            self._library.run(ctypes.addressof(self._steps) + index * ctypes.sizeof(_Step), 1, self._live(dims), None)
+
+    def views(self, index: int, dims: Mapping[str, int]) -> "list[View]":
+        """The buffers one step reads and writes, at their live shapes, in its kernel's order."""
+        return [self._view(j, dims) for j in self.program.steps[index].args]
+
     def profile(self, dims: Mapping[str, int]) -> list[int]:
         """Run every step once; nanoseconds of each, the barrier after it included."""
         live, times = self._live(dims), list[int]()
@@ -86,7 +98,7 @@ class StepTable:
     def _call_aten(self, index: int, symbol: str, dims: Mapping[str, int]) -> None:
         from . import aten_step  # imports torch when it runs
 
-        views = [self._view(j, dims) for j in self.program.steps[index].args]
+        views = self.views(index, dims)
         reads = 1 + max((int(k) for k in re.findall(r'{"in":(\d+)}', symbol)), default=-1)      # results follow what is read
         aten_step.run(symbol, views[:reads], views[reads:], dims)
 

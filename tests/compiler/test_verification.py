@@ -34,3 +34,24 @@ def test_a_model_that_overflows_fp32_is_refused():
     captured = capture(module)
     with pytest.raises(CheckFailed, match="overflows or loses all precision"):
         golden(captured, captured, (1, 16))
+
+
+def test_a_graph_that_is_another_function_has_no_bound():
+    captured = capture("random:tiny?layers=1")
+    graph = step_graph(captured)
+    norm = next(node for node in graph.nodes if node.target is torch.ops.infc.rms_norm.default)
+    norm.update_arg(2, 2e-5)
+    with pytest.raises(CheckFailed, match="the optimized graph is not the model"):
+        golden(captured, graph, (1, 16))
+
+
+def test_bf16_weights_may_lose_what_eager_bf16_loses():
+    captured = capture("random:tiny?layers=1")
+    graph = captured.copy()
+    run_pipeline(graph, passes.pipeline("bf16"), check="off", allow="approximate", options={"dtype": "bf16"})
+    exact, narrow = golden(captured, step_graph(captured), (1, 16)), golden(captured, graph, (1, 16))
+    assert narrow.graph_error > 100 * exact.graph_error
+    norm = next(node for node in graph.nodes if node.target is torch.ops.infc.rms_norm.default)
+    norm.update_arg(2, 1e-1)
+    with pytest.raises(CheckFailed, match="eager PyTorch in bf16"):
+        golden(captured, graph, (1, 16))

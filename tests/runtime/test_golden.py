@@ -8,6 +8,12 @@ from infc.runtime.golden import Case
 from infc.runtime.session import load
 
 
+@pytest.fixture(autouse=True)
+def _hashed_draws(monkeypatch):
+    """The fake model's draws are a hash of the settings; tests/mutations hold the check of draws against real kernels."""
+    monkeypatch.setattr(golden, "_draw", lambda *_: 0)
+
+
 def cases(fake, lengths=(3, 40, 9, 70, 1)) -> list[Case]:
     draw = np.random.default_rng(1)
     prompts = [draw.integers(0, 256, n).tolist() for n in lengths]
@@ -31,6 +37,13 @@ def test_a_different_logit_fails(fake, spoil):
     with load(fake.write(golden=golden.pack(recorded), bound=1e-6)) as model:
         report = golden.replay(model)
         assert not report.passed and not report.error <= 1e-6
+
+
+def test_a_token_that_is_not_its_logits_argmax_fails(fake, monkeypatch):
+    with load(fake.write(golden=golden.pack(cases(fake)), bound=1e-6)) as model:
+        monkeypatch.setattr(type(model.executor), "tokens", lambda self, rows: [7] * rows)
+        report = golden.replay(model)
+        assert not report.passed and report.wrong_tokens and report.error <= 1e-6
 
 
 def test_kl_of_a_flatter_distribution(fake):

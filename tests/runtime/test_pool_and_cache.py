@@ -32,6 +32,17 @@ def test_a_used_block_comes_back_as_zeros():
     assert all(memory.block(i) == bytes(32) for i in b.blocks) and memory.block(a.blocks[0]) == b"\xff" * 32
 
 
+def test_poison_fills_free_blocks_and_no_others():
+    memory, a = Memory(4), Holder()
+    memory.pool.grow(a, 3)
+    freed = a.blocks[1:]
+    memory.pool.shrink(a, 1)
+    memory.pool.poison()
+    assert all(memory.block(i) == b"\xff" * 32 for i in freed) and memory.block(a.blocks[0]) == memory.block(3) == bytes(32)
+    memory.pool.grow(a, 2)
+    assert all(memory.block(i) == bytes(32) for i in a.blocks)
+
+
 def test_all_or_none():
     memory, a, b = Memory(4), Holder(), Holder()
     memory.pool.grow(a, 3)
