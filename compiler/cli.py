@@ -41,6 +41,7 @@ bench = typer.Typer(
 app.add_typer(bench, name="bench")
 
 Artifact = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="what `infc compile` wrote: NAME.infc", show_default=False)]
+ModelName = Annotated[str, typer.Argument(help="a name from `infc models`, a Hugging Face folder, a GGUF file", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="one JSON document on stdout")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="no progress, no tables")]
 Threads = Annotated[int | None, typer.Option(min=1, help="threads to use [default: one a core]", show_default=False)]
@@ -48,36 +49,47 @@ Threads = Annotated[int | None, typer.Option(min=1, help="threads to use [defaul
 
 @app.command("compile")
 def compile_model(
-    model: Annotated[str, typer.Argument(help="a name from `infc models`, a Hugging Face folder, a GGUF file", show_default=False)],
+    model: ModelName,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="[default: ./NAME.infc]", show_default=False)] = None,
     target: Annotated[str, typer.Option(help="a name from `infc targets`; cpu is this machine")] = "cpu",
     dtype: Annotated[Literal["bf16", "fp32"], typer.Option(help="of weights, KV cache and products")] = "bf16",
     allow: Annotated[
         Literal["exact", "distribution", "approximate"], typer.Option(help="the weakest contract a pass may have")
     ] = "approximate",
-    check: Annotated[Literal["off", "fast", "strict"], typer.Option(help="how far each pass is checked")] = "fast",
+    check: Annotated[
+        Literal["off", "fast", "strict"], typer.Option(help="each pass: the graph's form; and its contract; on many more samples")
+    ] = "fast",
+    keep_going: Annotated[bool, typer.Option("--keep-going", help="leave out a pass that breaks its contract, and say so")] = False,
     buckets: Annotated[str | None, typer.Option(help="token counts, like 1,16,256 [default: chosen]", show_default=False)] = None,
     max_sequences: Annotated[int, typer.Option(min=1, help="sequences in one step")] = 16,
     strict: Annotated[bool, typer.Option("--strict", help="fail where a step would fall back")] = False,
-    dump: Annotated[Path | None, typer.Option(help="folder for the text after each pass and of each program", show_default=False)] = None,
+    dump: Annotated[
+        Path | None, typer.Option(help="new folder for every stage as text, JSON and a runnable program", show_default=False)
+    ] = None,
+    dump_asm: Annotated[bool, typer.Option("--dump-asm", help="put the kernels' assembly into the dump too")] = False,
     force: Annotated[bool, typer.Option("--force", help="replace the output if it exists")] = False,
     reuse: Annotated[bool, typer.Option("--reuse/--no-reuse", help="copy a finished compile of the same model and options")] = True,
+    expect: Annotated[
+        list[str] | None, typer.Option(help="PASS=COUNT: fail where it fires another number of times; may repeat", show_default=False)
+    ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Compile MODEL to an artifact."""
-    from . import console
+    from . import console, misses
 
     if output is not None:
         from ..runtime.artifact import refuse_existing
 
         refuse_existing(output if output.suffix == ".infc" else output.with_name(output.name + ".infc"), force)   # before torch loads
     with console.Reporter(quiet=quiet) as report:
+        from .. import passes
         from . import driver
 
         options = driver.Options(
             target, dtype, allow, check, _counts("buckets", buckets) if buckets else driver.BUCKETS, max_sequences=max_sequences,
-            strict=strict, dump=dump, force=force, reuse=reuse)
+            strict=strict, dump=dump, dump_asm=dump_asm, force=force, reuse=reuse, keep_going=keep_going,
+            expect=misses.counts(expect or (), passes.PIPELINE))
         result = driver.compile(model, output, options=options, on_event=report).json()
     if as_json:
         _print_json(result)
@@ -194,6 +206,139 @@ def check(
         print(f"{artifact}: {len(manifest.files)} files as hashed; runs on {machine.name}")
 
 
+@app.command()
+def diff(
+    before: Annotated[Path | None, typer.Argument(metavar="A", help="artifact, or stage: DIR/07-fuse_rope", show_default=False)] = None,
+    after: Annotated[Path | None, typer.Argument(metavar="B", help="another of the same kind", show_default=False)] = None,
+    fail_on: Annotated[
+        str | None, typer.Option(help='budgets, like "decode_ms>+2%,unfused>0": exit code 1 when one comes true', show_default=False)
+    ] = None,
+    measured: Annotated[
+        tuple[Path, Path] | None, typer.Option("--bench", metavar="A.json B.json", help="of each, from infc bench -o", show_default=False)
+    ] = None,
+    metrics: Annotated[bool, typer.Option("--metrics", help="list what a budget may name")] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """What differs between two artifacts or two stages of a dump: values, kernels, backends, figures. Runs neither.
+
+    Budgets are METRIC OP LIMIT with commas between them. OP: > >= < <= == !=. LIMIT: 3 or 300MB is about B itself, +3 or -3
+    about B minus A, +2% or -2% about that as a share of A. Metrics: decode_ms, decode_bytes, memory, weights, arena, kv_per_token,
+    size, buckets, kernels, steps, unfused, aten_steps, graph_error, fired.PASS, calls.OP and more: infc diff --metrics
+    """
+    from . import console
+
+    if metrics:
+        from .metrics import METRICS
+
+        if as_json:
+            _print_json({"metrics": [{"name": name, "unit": unit, "about": about} for name, (unit, about) in METRICS.items()]})
+        else:
+            console.table("metrics", ("name", "unit", "what it is"), [(name, *told) for name, told in METRICS.items()])
+        return
+    if before is None or after is None:
+        raise UserError("give two artifacts, or two stages of a dump: infc diff A B (see: infc diff --help)")
+    from ..runtime.comparison import load as load_bench
+    from ..runtime.cpu import default_threads
+    from . import budgets
+    from . import diff as core
+    from .machine import known_peaks
+
+    budgets.parse(fail_on) if fail_on is not None else None          # before anything is read
+    report = core.compare(
+        before, after, bench=[load_bench(path) for path in measured or ()], peaks=lambda isa: known_peaks(isa, default_threads()))
+    old, new = ({name: m[side] for name, m in report["metrics"].items() if m[side] is not None} for side in ("before", "after"))
+    report["broken"] = budgets.judge(fail_on, old, new, report["notes"].append) if fail_on is not None else []
+    if as_json:
+        _print_json(report)
+    elif not quiet:
+        console.differs(report)
+    for broken in report["broken"]:
+        print(f"infc: {broken['text']}", file=sys.stderr)
+    if report["broken"]:
+        raise typer.Exit(1)
+
+
+@app.command("bisect")
+def find_fault(
+    model: ModelName,
+    dtype: Annotated[Literal["bf16", "fp32"], typer.Option(help="of weights, KV cache and products")] = "bf16",
+    check: Annotated[Literal["golden"], typer.Option(help="golden: compare logits with the captured graph's in fp64")] = "golden",
+    command: Annotated[
+        str | None, typer.Option(help="shell command with {artifact} in it: 0 is good, 125 cannot tell, else bad", show_default=False)
+    ] = None,
+    buckets: Annotated[str | None, typer.Option(help="token counts, like 1,16,256 [default: chosen]", show_default=False)] = None,
+    max_sequences: Annotated[int, typer.Option(min=1, help="sequences in one step")] = 16,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Find the first rewrite, or the first kernel, that makes MODEL's answers wrong; exit code 1 if there is one."""
+    from . import console
+
+    with console.Reporter(quiet=quiet) as report:
+        from . import bisect, driver
+
+        options = driver.Options(
+            dtype=dtype, buckets=_counts("buckets", buckets) if buckets else driver.BUCKETS, max_sequences=max_sequences)
+        found = bisect.bisect(model, options=options, command=command, on_event=report)
+    if as_json:
+        _print_json(found.json())
+    else:
+        print(found.line)
+    if found.fault != "none":
+        raise typer.Exit(1)
+
+
+@app.command()
+def explain(
+    subject: Annotated[str, typer.Argument(metavar="MODEL|ARTIFACT", help="with --pass a model too", show_default=False)],
+    one: Annotated[str | None, typer.Option("--pass", help="why it fired where it did, and not elsewhere", show_default=False)] = None,
+    dtype: Annotated[Literal["bf16", "fp32"], typer.Option(help="with --pass, of a model")] = "bf16",
+    measured: Annotated[bool, typer.Option("--measured", help="run it, and put measured times beside predicted ones")] = False,
+    tokens: Annotated[str, typer.Option(help="of the prefills")] = "256",
+    contexts: Annotated[str, typer.Option(help="tokens before the decode step")] = "128,448",
+    batches: Annotated[str, typer.Option(help="sequences at once")] = "1,8",
+    threads: Threads = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Say where an artifact's time goes; or, with --pass, why a pass fired where it did and not elsewhere."""
+    if one is not None:
+        return _explain_pass(subject, one, dtype, as_json, quiet)
+    from . import explain as costs
+
+    note = (lambda text: None) if quiet else lambda text: print(f"  {text}", file=sys.stderr)
+    report = costs.explain_artifact(
+        _existing(Path(subject)), measured=measured, tokens=_counts("tokens", tokens), contexts=_counts("contexts", contexts),
+        batches=_counts("batches", batches), threads=threads, note=note)
+    if as_json:
+        return _print_json(report)
+    return None if quiet else costs.show(report)
+
+
+def _explain_pass(subject: str, name: str, dtype: str, as_json: bool, quiet: bool) -> None:
+    from . import console, misses
+
+    path = Path(subject)
+    if (path / "manifest.json").exists() or path.suffix == ".infc":
+        from ..runtime.artifact import read
+
+        with read(_existing(path)) as artifact:
+            found = misses.of_artifact(artifact.report(), name, subject)
+    else:
+        from .. import passes
+
+        misses.check_name(name, passes.PIPELINE)
+        with console.Reporter(quiet=quiet or as_json) as report:
+            from . import driver
+
+            found = misses.total(driver.passes_of(subject, driver.Options(dtype=dtype, check="off"), report).json(), name)
+    if as_json:
+        _print_json(found)
+    elif not quiet:
+        console.explained_pass(found)
+
+
 @bench.command("measure", hidden=True)
 def measure(
     artifact: Artifact,
@@ -237,6 +382,30 @@ def compare(
         _print_json(report)
     else:
         console.compared(report)
+
+
+@app.command("report")
+def write_report(
+    artifact: Artifact,
+    output: Annotated[Path, typer.Option("--output", "-o", help="the page; it needs nothing beside it")] = Path("report.html"),
+    measured: Annotated[bool, typer.Option("--measured", help="also run it here: replay its golden prompts and time its kernels")] = False,
+    force: Annotated[bool, typer.Option("--force", help="replace the page if it exists")] = False,
+    threads: Threads = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write a page about ARTIFACT: passes, graphs before and after, roofline, memory over time, buckets and kernels."""
+    from . import report_command
+
+    note = None if quiet or as_json else lambda text: print(f"  {text}", file=sys.stderr)
+    made = report_command.write(_existing(artifact), output, measured=measured, force=force, threads=threads, note=note)
+    if as_json:
+        _print_json(made)
+    elif quiet:
+        print(made["report"])
+    else:
+        print(f"{made['report']}: {made['bytes'] / 1e6:.2f} MB, {made['passes']} passes, {made['captured']} captured and "
+              f"{made['final']} final operators, {made['buckets']} buckets; open it in any browser")
 
 
 @app.command("targets")

@@ -119,9 +119,10 @@ def _short(value: object) -> object:
 
 def compiled(result: Mapping[str, Any]) -> None:
     """The tables of a compile: passes, programs, and the artifact."""
-    shown = [p for p in result["passes"] if p["fired"] or p["refused"]]
+    shown = [p for p in result["passes"] if p["fired"] or p["refused"] or _left_out(p)]
     passes = [
-        (p["name"], p["fired"], p["contract"], _error(p["error"]), f"{p['seconds']:.2f}", f"{p['check_seconds']:.2f}", _why(p["refused"]))
+        (p["name"], p["fired"], p["contract"], _error(p["error"]), f"{p['seconds']:.2f}", f"{p['check_seconds']:.2f}",
+         _left_out(p) or _why(p["refused"]))
         for p in shown
     ]
     table("passes", ("pass", "fired", "contract", "error", "s", "check s", "refused"), passes, right=(1, 3, 4, 5))
@@ -142,18 +143,32 @@ def compiled(result: Mapping[str, Any]) -> None:
     )
 
 
+def explained_pass(found: Mapping[str, Any]) -> None:
+    """How often one pass fired, each refusal, and each near miss with what it expected and what it met."""
+    refused, missed = found["refused"], found["misses"]
+    print(f"{found['name']}: fired {found['fired']}, refused {len(refused)}, nearly matched {len(missed)}\n")
+    if refused:
+        table("refused", ("where", "why"), [(one["site"], one["reason"]) for one in refused])
+    if missed:
+        rows = [(one["site"], f"{one['matched']} of {one['of']}", one.get("expected", ""), one.get("found", "")) for one in missed]
+        table("nearly matched", ("where", "operators", "expected", "found"), rows)
+
+
 def verdict(found: Mapping[str, Any]) -> str:
     """What the replay of the golden prompts says, in one sentence."""
     if not found.get("replayed", True):
         return f"not on this machine: {found['reason']}"
-    return (f"{len(found['errors']) - 1} buckets and a mixed batch replayed; logits at most {found['error']:.3g} from the model in fp64, "
+    who = ", reference operators in place of every kernel (INFC_EAGER): the kernels are unchecked" if found.get("reference") else ""
+    return (f"{len(found['errors']) - 1} buckets and a mixed batch replayed{who}; "
+            f"logits at most {found['error']:.3g} from the model in fp64, "
             f"{found['bound']:.3g} allowed (twice the optimized graph's own error in eager PyTorch); "
             f"same likeliest token at {100 * found['top1']:.0f} % of positions")
 
 
 def _prediction(found: Mapping[str, Any]) -> str:
     return (f"a decode step reads {size(found['bytes'])} at context {found['context']}: {found['decode_ms']:.3g} ms, "
-            f"{found['decode_tok_s']:.0f} tokens/s, at the {found['read_gb_s']:.1f} GB/s just measured")
+            f"{found['decode_tok_s']:.0f} tokens/s, bound by {found['bound']}, at the {found['read_gb_s']:.1f} GB/s just measured "
+            f"(by {found['by']}; more: infc explain)")
 
 
 def inspected(shown: Mapping[str, Any]) -> None:
@@ -242,8 +257,39 @@ def compared(report: Mapping[str, Any]) -> None:
         pairs("not the same machine", {name: f"{a} -> {b}" for name, (a, b) in report["machine"].items()})
 
 
+def differs(report: Mapping[str, Any]) -> None:
+    """What `infc diff` found: who they are, what changed, which figures moved."""
+    from .budgets import change_text
+    from .metrics import unit_of
+
+    print(f"A {report['a']}\nB {report['b']}\n")
+    if report["differ"]:
+        rows = [(name, *(_short(v) if v or v == 0 else "none" for v in pair)) for name, pair in report["differ"].items()]
+        table("not the same", ("", "A", "B"), rows)
+    if report["changes"]:
+        rows = [(c["kind"], c["what"], f"x{c['count']}: " * (c["count"] > 1) + c["where"], c["detail"]) for c in report["changes"]]
+        table("changes", ("", "what", "where", "how"), rows)
+    moved = {name: m for name, m in report["metrics"].items() if m["before"] != m["after"]}
+    figures = []
+    for name, m in moved.items():
+        if name.startswith("bench.") and not name.startswith(("bench.decode.", "bench.prefill.")): continue
+        shown = ("" if v is None else size(v) if unit_of(name) == "B" else f"{v:.6g}" for v in (m["before"], m["after"]))
+        change = "" if None in m.values() else change_text(m["before"], m["after"])
+        figures.append((name, *shown, change, unit_of(name).replace("B", "")))
+    if figures:
+        table("figures that moved", ("", "A", "B", "change", ""), figures, right=(1, 2, 3))
+    print(f"{len(report['metrics']) - len(moved)} figures are equal" if moved or report["changes"] else "nothing differs")
+    for note in report["notes"]:
+        print(f"note: {note}")
+
+
 def _error(error: float | None) -> str:
     return "" if error is None else f"{error:.1e}"
+
+
+def _left_out(one: Mapping[str, Any]) -> str:
+    """Why a pass has no part in the result; empty for every other (artifacts of older versions do not say)."""
+    return f"dropped: {one['dropped']}" if one.get("dropped") else f"skipped: {one['skipped']}" if one.get("skipped") else ""
 
 
 def _why(refused: Sequence[Mapping[str, str]]) -> str:

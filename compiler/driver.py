@@ -1,7 +1,8 @@
 """compile(): the whole story on one page, and the only file that knows frontends, passes, backends and the artifact."""
+import difflib
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,24 +12,33 @@ import msgspec
 import torch
 
 from .. import passes
+from ..backends import reference
 from ..backends.launch import Context
+from ..backends.loops import cost as loop_cost
 from ..backends.program import DTYPES as NAMES
-from ..backends.program import Store, build, program_text
+from ..backends.program import Store, build
+from ..backends.reference import Bound
+from ..backends.regions import LoopUnit
 from ..runtime.artifact import GOLDEN, Parts, read, refuse_existing, write
 from ..runtime.golden import Case, pack, replay
+from ..runtime.library import default_threads
 from ..runtime.manifest import BLOCK, GoldenInfo, KvBuffer, Manifest, ModelInfo, PassInfo
 from ..runtime.program import Program
 from ..runtime.session import load
-from . import debug, keys, targets, verification
-from .cost import decode_bytes, unit_cost
+from . import cost, debug, keys, machine, misses, targets, verification
+from .cost_table import CostTable
+from .dump_files import refuse_filled
+from .dump_programs import write_programs
 from .errors import CheckFailed, UserError
+from .explain import at_rate
 from .frontends import capture
 from .frontends.identity import identity
 from .graph_json import graph_json
-from .ir import Graph
+from .ir import Graph, text
 from .pipeline import PassResult, PipelineReport, run_pipeline
-from .placement import Placement, place
+from .placement import Placement, Unit, place
 from .reuse import Entry, cache_folder
+from .step_times import step_times
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,8 +62,11 @@ class Options:
     max_sequences: int = 16
     strict: bool = False
     dump: Path | None = None
+    dump_asm: bool = False                            # the kernels' assembly as well
     force: bool = False
     reuse: bool = True                                # copy a finished compile of the same model, options, sources and toolchain
+    expect: tuple[tuple[str, int], ...] = ()          # (pass, how often it must fire), else CheckFailed
+    keep_going: bool = False                          # drop a pass that breaks its contract, rather than fail
 
 
 @dataclass(frozen=True)
@@ -77,7 +90,7 @@ class Result:
     notes: list[str] = field(default_factory=list)    # where a pass changes what a model gives outside its contract's data
     program: dict[str, dict[str, int]] = field(default_factory=dict)
     verify: dict[str, Any] = field(default_factory=dict)
-    predicted: dict[str, float] = field(default_factory=dict)
+    predicted: dict[str, Any] = field(default_factory=dict)
     size_bytes: int = 0
     reused: bool = False
 
@@ -87,6 +100,17 @@ class Result:
 
 
 Listener = Callable[[Event], None]
+
+Bounds = dict[str, Bound]
+"""Program name -> the graph and the units behind its steps."""
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What `infc bisect` does otherwise than a compile."""
+
+    rewrite: Callable[[Graph], PipelineReport]                                   # in place of the pipeline
+    replay: Callable[[Path, Bounds], dict[str, Any]]                             # in place of the check of what was written
 
 
 class _Clock:
@@ -105,17 +129,18 @@ class _Clock:
 
 
 def compile(
-    model: "str | Path | nn.Module", output: Path | str | None = None, *, options: Options | None = None, on_event: Listener | None = None,
+    model: "str | Path | nn.Module | Graph", output: Path | str | None = None, *, options: Options | None = None,
+    on_event: Listener | None = None, hooks: Hooks | None = None,
 ) -> Result:
     """Compile a decoder to an artifact: capture, passes, placement, code, verification, files.
 
-    model: a known name, a GGUF file, a Hugging Face folder, or a module. output: NAME.infc, by default ./<name>.infc.
+    model: a known name, a GGUF file, a Hugging Face folder, a module, or a captured graph. output: NAME.infc, by default ./<name>.infc.
     Raises UserError for what cannot be compiled as asked, CheckFailed when a pass or the program breaks its promise,
     runtime.errors.RuntimeFault when the artifact cannot be written. Nothing half-made is left behind.
     """
     options = options or Options()
     _check(options)
-    if not isinstance(model, (str, Path, torch.nn.Module)):
+    if not isinstance(model, (str, Path, torch.nn.Module, Graph)):
         raise UserError(f"a model's name, a path or a torch.nn.Module is expected, not {type(model).__name__}")
     target = targets.find(options.target)
     backend = _backend(target.kind)
@@ -130,25 +155,31 @@ def compile(
             return reused
 
     with clock.phase("capture", f"capturing {model if isinstance(model, (str, Path)) else type(model).__name__}"):
-        captured = capture(model, progress=lambda line: listen(Event("note", "capture", line)))
+        captured = model if isinstance(model, Graph) else capture(model, progress=lambda line: listen(Event("note", "capture", line)))
     with clock.phase("passes", "rewriting the graph"):
         graph = captured.copy()
-        report = _run_passes(graph, options, listen)
-        notes = list(graph.meta.get("notes", ()))
+        report = hooks.rewrite(graph) if hooks else _run_passes(graph, options, listen)
+        misses.check_expected(report.json(), options.expect)
+        notes = [*report.notes, *graph.meta.get("notes", ())]
         for line in notes:
             listen(Event("note", "passes", line))
     with clock.phase("programs", "placing and packing"):
         store = Store(target.isa, keys.digest([toolchain.identity, backend.headers_digest()]))
-        programs, placement = _programs(graph, options, backend, target.isa, store)
-    if options.dump:
-        _dump_programs(options.dump, programs, store, backend.source(store))
+        table = CostTable(graph.weights, _region_cost)
+        programs, placement, bounds = _programs(graph, options, backend, target.isa, store, table)
+    if folder := options.dump or debug.dump():
+        source = backend.source(store)
+        write_programs(folder, programs, store.kernels, source, (lambda: toolchain.assembly(source)) if options.dump_asm else None)
+    if debug.level() >= 4:
+        listen(Event("note", "code", backend.source(store)))
     with clock.phase("code", f"building {len(store.kernels)} kernels with {toolchain.name}"):
         code = toolchain.build(backend.source(store), cache_folder() / "code", lambda line: listen(Event("note", "code", line)))
     with clock.phase("golden", "computing golden outputs in fp64"):
         golden = verification.golden(captured, graph, options.buckets)
     version = keys.version(graph, programs, options, target.isa, toolchain.identity)
     summary = {"passes": report.json(), "notes": notes, "program": _summary(programs, placement), "coverage": _coverage(placement),
-               "graph_error": golden.graph_error}
+               "graph_error": golden.graph_error,
+               "costs": table.json(target.isa, options.dtype, _kv_bytes_per_token(graph), int(graph.meta["max_positions"]))}
     with clock.phase("write", f"writing and verifying {path.name}"):
         parts = Parts(
             manifest=_manifest(captured, graph, target, options, report, store, version, toolchain.identity, golden),
@@ -158,13 +189,23 @@ def compile(
             report=summary | {"seconds": clock.seconds, "graphs": {"captured": graph_json(captured), "final": graph_json(graph)}},
         )
         verified = dict[str, Any]()
-        write(path, parts, force=options.force, check=lambda folder: verified.update(_replay(folder, target)))
+        eager = debug.eager()
+        replay_written = hooks.replay if hooks else lambda folder, bounds: _replay(folder, target, listen, bounds if eager else None)
+        write(path, parts, force=options.force, check=lambda folder: verified.update(replay_written(folder, bounds)))
         if entry:
             entry.keep(path)
     return _result(path, clock, summary, verified, reused=False)
 
 
-def _output(model: "str | Path | nn.Module", output: Path | str | None) -> Path:
+def passes_of(model: "str | Path | nn.Module | Graph", options: Options, listen: Listener) -> PipelineReport:
+    """Capture a model and run the passes of a compile on it; nothing is lowered, built or written."""
+    listen(Event("phase", "capture", "capturing the model"))
+    captured = model if isinstance(model, Graph) else capture(model, progress=lambda line: listen(Event("note", "capture", line)))
+    listen(Event("phase", "passes", "rewriting the graph"))
+    return _run_passes(captured, options, listen)
+
+
+def _output(model: "str | Path | nn.Module | Graph", output: Path | str | None) -> Path:
     """NAME.infc: as given, or after the model."""
     if output is None:
         name = str(model) if isinstance(model, (str, Path)) else type(model).__name__
@@ -174,9 +215,11 @@ def _output(model: "str | Path | nn.Module", output: Path | str | None) -> Path:
     return path if path.suffix == ".infc" else path.with_name(path.name + ".infc")
 
 
-def _entry(model: "str | Path | nn.Module", options: Options, isa: str, toolchain: str, note: Callable[[str], None]) -> Entry | None:
+def _entry(
+    model: "str | Path | nn.Module | Graph", options: Options, isa: str, toolchain: str, note: Callable[[str], None],
+) -> Entry | None:
     """Where this compile would be kept; None when it must run: a module, a dump, a debug switch."""
-    if not options.reuse or options.dump or debug.any_set() or not isinstance(model, (str, Path)):
+    if not options.reuse or options.dump or options.expect or debug.any_set() or not isinstance(model, (str, Path)):
         return None
     content = identity(model)
     return Entry(keys.request(content, options, isa, toolchain), note) if content else None
@@ -184,7 +227,7 @@ def _entry(model: "str | Path | nn.Module", options: Options, isa: str, toolchai
 
 def _reused(entry: Entry, path: Path, options: Options, target: targets.Target, clock: _Clock) -> Result | None:
     verified = dict[str, Any]()
-    if not entry.take(path, options.force, lambda folder: verified.update(_replay(folder, target))):
+    if not entry.take(path, options.force, lambda folder: verified.update(_replay(folder, target, clock.listen))):
         return None
     entry.note(f"the same compile was done before: copied {entry.path.name} and verified it again")
     with read(path) as artifact:
@@ -195,8 +238,7 @@ def _result(path: Path, clock: _Clock, summary: dict[str, Any], verified: dict[s
     clock.seconds["total"] = round(time.perf_counter() - clock.start, 3)
     with read(path) as artifact:
         manifest = artifact.manifest
-        smallest = min(manifest.buckets, key=lambda b: b.bucket["T"])
-        predicted = _predict(artifact.program(smallest.name), manifest, verified)
+        predicted = _predict(summary["costs"], manifest, verified)
     return Result(
         artifact=path, version=manifest.version, seconds=clock.seconds, passes=summary["passes"], notes=summary["notes"],
         program=summary["program"], verify={"graph_error": summary["graph_error"]} | verified, predicted=predicted,
@@ -214,24 +256,34 @@ def _check(options: Options) -> None:
         raise UserError(f"a bucket of {max(options.buckets)} tokens: {MAX_BUCKET} is the largest; longer prompts run in chunks")
     if not 1 <= options.max_sequences <= 256:
         raise UserError(f"max_sequences is {options.max_sequences}: choose 1..256")
-    if options.dump and options.dump.exists() and (not options.dump.is_dir() or any(options.dump.iterdir())):
-        raise UserError(f"the dump folder {options.dump} is not empty: name a new one")
+    if options.dump_asm and not (options.dump or debug.dump()):
+        raise UserError("assembly is part of a dump: name its folder with --dump DIR")
+    refuse_filled(options.dump or debug.dump())
 
 
 def _run_passes(graph: Graph, options: Options, listen: Listener) -> PipelineReport:
+    level = debug.level()
+    before = text(graph) if level >= 3 else ""
+
     def tell(result: PassResult) -> None:
-        listen(Event("pass", result.name, f"fired {result.fired}, refused {len(result.refused)}"))
-        if debug.verbose():
+        nonlocal before
+        listen(Event("pass", result.name, result.note or f"fired {result.fired}, refused {len(result.refused)}"))
+        if level >= 1:
             for site, reason in result.refused.items():
                 listen(Event("note", result.name, f"{result.name} refused {site}: {reason}"))
             for miss in result.misses:
                 depth = f"{miss.matched} of {miss.of} operators"
                 listen(Event("note", result.name, f"{result.name} nearly fired at {miss.site}, {depth}: {miss.reason}"))
+        if level >= 3 and result.fired:
+            after = text(graph)
+            listen(Event("note", result.name, "".join(difflib.unified_diff(
+                before.splitlines(True), after.splitlines(True), f"before {result.name}", f"after {result.name}", n=0))))
+            before = after
 
     chosen = passes.pipeline(options.dtype)
     return run_pipeline(
         graph, chosen, allow=options.allow, check=options.check, dump=options.dump, progress=tell,   # type: ignore[arg-type]
-        options={"dtype": options.dtype, "max_sequences": options.max_sequences})
+        options={"dtype": options.dtype, "max_sequences": options.max_sequences}, keep_going=options.keep_going, needed=passes.NEEDED)
 
 
 def _backend(kind: str) -> Any:
@@ -242,8 +294,10 @@ def _backend(kind: str) -> Any:
     raise UserError(f"no backend for {kind} targets in this version")
 
 
-def _programs(graph: Graph, options: Options, backend: Any, isa: str, store: Store) -> tuple[list[Program], Placement]:
-    programs, placement = [], None
+def _programs(
+    graph: Graph, options: Options, backend: Any, isa: str, store: Store, table: CostTable,
+) -> tuple[list[Program], Placement, Bounds]:
+    programs, placement, bounds = [], None, Bounds()
     for tokens in sorted(set(options.buckets)):
         rows = min(tokens, options.max_sequences)
         blocks = -(-int(graph.meta["max_positions"]) // BLOCK)
@@ -253,16 +307,11 @@ def _programs(graph: Graph, options: Options, backend: Any, isa: str, store: Sto
             unit = next(unit for unit in placement.units if unit.backend == "aten")
             raise CheckFailed(f"--strict: {unit.op} ({' '.join(unit.origin) or unit.nodes[0].name}, {unit.nodes[0].meta.get('line', '')}) "
                               "has no kernel and would run as an ATen step")
-        programs.append(build(graph, placement.units, context, store, backend.pack, unit_cost))
+        programs.append(build(graph, placement.units, context, store, backend.pack, table.maxima))
+        table.add(programs[-1], placement.units, context, {key: kernel.name for key, kernel in store.kernels.items()})
+        bounds[programs[-1].name] = Bound(graph, placement.units, context)
     assert placement is not None
-    return programs, placement
-
-
-def _dump_programs(folder: Path, programs: list[Program], store: Store, source: str) -> None:
-    """Beside the graphs: each bucket's buffers and steps as text, and the generated source."""
-    for program in programs:
-        (folder / f"program-{program.name}.txt").write_text(program_text(program, store))
-    (folder / "kernels.cpp").write_text(source)
+    return programs, placement, bounds
 
 
 def _manifest(
@@ -273,33 +322,41 @@ def _manifest(
     caches = graph.placeholders
     return Manifest(
         name=str(meta["name"]), version=version, target=options.target, machine=_machine(target), isa=target.flags,
-        dtype=options.dtype, contract=report.weakest.label,
+        dtype="fp32" if "narrow_dtype" in report.dropped else options.dtype, contract=report.weakest.label,
         model=ModelInfo(
             name=str(meta["name"]), vocab=int(meta["vocab_size"]), max_positions=int(meta["max_positions"]),
             eos_ids=tuple(meta.get("eos_token_ids") or ()), layers=int(meta.get("layers") or 0),
             chat_template=meta.get("chat_template") or "", special_tokens=dict(meta.get("special_tokens") or {}),
             parameters=sum(w.numel() for w in captured.weights.values()), license=meta.get("license") or "",
             source=":".join(str(v) for v in (meta.get("source") or {}).values())),
-        passes=tuple(PassInfo(p.name, p.contract.label, p.fired) for p in report.passes if p.fired),
+        passes=tuple(PassInfo(p.name, p.contract.label, p.fired, p.stated_bound) for p in report.passes if p.fired),
         created_with={"infc": keys.infc_version(), "torch": str(torch.__version__), "python": platform.python_version(),
                       "compiler": toolchain},
         kv=tuple(_kv_buffer(name, caches[name].meta["val"]) for name in graph.kv),
         kernels=tuple(store.kernels.values()), golden=GoldenInfo(GOLDEN, "max_abs", golden.bound))
 
 
-def _replay(folder: Path, target: targets.Target) -> dict[str, Any]:
-    """Load what was written and replay the golden cases through every bucket; on another machine, say so instead."""
+def _replay(folder: Path, target: targets.Target, listen: Listener, bounds: Bounds | None = None) -> dict[str, Any]:
+    """Load what was written and replay the golden cases through every bucket; on another machine, say so instead.
+
+    bounds: given, reference operators run in place of every kernel (INFC_EAGER).
+    """
     missing = targets.missing(target)
     if missing:
         return {"replayed": False, "reason": f"this CPU lacks {', '.join(missing)}: run `infc verify` on the target"}
     with load(folder) as model:
+        if bounds is not None:
+            reference.install(model.executor, bounds, lambda step: False)
         report = replay(model)
         if not report.passed:
             raise CheckFailed(f"the program is not the graph: golden logits differ by {report.error:.3g}, the bound is {report.bound:.3g} "
-                              f"(per bucket: {', '.join(f'{k} {v:.3g}' for k, v in report.errors.items())}); nothing was written")
+                              f"(per bucket: {', '.join(f'{k} {v:.3g}' for k, v in report.errors.items())}), "
+                              f"{report.wrong_tokens} tokens are not what their logits and settings give; nothing was written")
         size = model.memory()["weights"]
         times = sorted(model.executor.read_weights() for _ in range(5))
-        return {"replayed": True, "read_gb_s": size / times[2], **msgspec.to_builtins(report)}
+        if debug.level() >= 2:
+            listen(Event("note", "write", "\n".join(step_times(model, size / times[2]))))
+        return {"replayed": True, "reference": bounds is not None, "read_gb_s": size / times[2], **msgspec.to_builtins(report)}
 
 
 def _machine(target: targets.Target) -> str:
@@ -326,14 +383,38 @@ def _coverage(placement: Placement) -> dict[str, Any]:
     return {"steps": units, "refused": {n: why for n, why in placement.refused.items() if "cpu" in why and "loops" in why}}
 
 
-def _predict(program: Program, manifest: Manifest, verified: dict[str, Any]) -> dict[str, float]:
-    """Decode time of one sequence at the bandwidth measured while verifying; nothing where the target is another machine."""
+def _region_cost(unit: Unit, dims: Mapping[str, int]) -> tuple[int, int] | None:
+    """The loop IR's own count, which is exact where nodes are merged and views absorbed."""
+    return loop_cost(unit.region, dims) if isinstance(unit, LoopUnit) else None
+
+
+def _kv_bytes_per_token(graph: Graph) -> int:
+    return sum(_kv_buffer(name, graph.placeholders[name].meta["val"]).block_bytes for name in graph.kv) // BLOCK
+
+
+def _predict(costs: dict[str, Any], manifest: Manifest, verified: dict[str, Any]) -> dict[str, Any]:
+    """Decode of one sequence at the read rate measured while verifying; nothing where the target is another machine.
+
+    With the peaks of this machine, where `infc explain` has measured them, step by step; else by what it reads alone.
+    """
     if "read_gb_s" not in verified:
         return {}
-    context = 256
-    moved = decode_bytes(program, sum(kv.block_bytes for kv in manifest.kv) // BLOCK, context)
-    seconds = moved / (verified["read_gb_s"] * 1e9)
-    return {"context": context, "bytes": moved, "read_gb_s": verified["read_gb_s"], "decode_ms": seconds * 1e3, "decode_tok_s": 1 / seconds}
+    context = min(256, manifest.model.max_positions - 1)     # a short model has no longer one to decode at
+    phase = cost.decode(1, context)
+    moved = [cost.moved(kernel, phase.loads[0]) for kernel in cost.steps_of(costs, phase.loads[0])]
+    streamed = sum(m.weights + m.kv for m in moved)
+    found: dict[str, Any] = {"context": context, "bytes": int(streamed), "flops": int(sum(m.flops for m in moved)),
+                             "read_gb_s": verified["read_gb_s"]}
+    peaks = machine.known_peaks(costs["isa"], default_threads())
+    if peaks is None:
+        seconds, binds = streamed / (verified["read_gb_s"] * 1e9), {"memory": 1.0}
+    else:
+        peaks = at_rate(peaks, verified["read_gb_s"], costs)
+        steps = cost.predict_load(costs, phase.loads[0], peaks)
+        seconds = sum(step.seconds for step in steps)
+        binds = {b: sum(s.seconds for s in steps if s.bound == b) / seconds for b in ("memory", "compute", "barrier")}
+    return found | {"decode_ms": seconds * 1e3, "decode_tok_s": 1 / seconds, "bound": max(binds, key=binds.__getitem__),
+                    "by": "reads alone" if peaks is None else "measured peaks", "shares": binds}
 
 
 def _size(path: Path) -> int:

@@ -40,6 +40,8 @@ class Model:
     license: str
     config: dict[str, Any]
     source: Source | None
+    expect: dict[str, int]
+    """How often each pass must fire on it (`infc compile --expect`): a library update that breaks a pattern fails a test."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ def table() -> dict[str, Model]:
     """Name -> entry, in the order of table.toml."""
     entries = tomllib.loads(TABLE.read_text(encoding="utf-8"))
     return {name: Model(name, entry["about"], entry.get("license", ""), entry["config"],
-                        Source(**entry["source"]) if "source" in entry else None) for name, entry in entries.items()}
+                        Source(**entry["source"]) if "source" in entry else None, entry.get("expect", {}))
+            for name, entry in entries.items()}
 
 
 def find(spec: str) -> Model | Random | None:

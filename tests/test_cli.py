@@ -44,6 +44,7 @@ def test_dump_holds_the_text_after_each_pass(tmp_path: Path):
     assert infc("compile", "tiny", "-o", tmp_path / "a.infc", "--dump", tmp_path / "dump", "--check", "off").returncode == 0
     names = sorted(p.name for p in (tmp_path / "dump").iterdir())
     assert names[0].startswith("00-") and any("fuse_rms_norm" in name for name in names)
+    assert {"passes.txt", "passes.json", "kernels.cpp", "program-step_T16.txt", "program-step_T16.json"} <= set(names)
 
 
 def test_run_json_has_the_stable_names():

@@ -16,9 +16,14 @@ SCHEMA = ("runtime.artifact", "runtime.errors", "runtime.manifest", "runtime.pro
 # The first pattern that fits a module decides what it may import of ours; "{folder}" is the module's own backend.
 MAY_IMPORT = {
     "": ("*",),  # the public face: lazy, tested below
+    "compiler.bisect": ("*",),
     "compiler.cli": ("*",),
     "compiler.console": ("*",),
     "compiler.driver": ("*",),
+    "compiler.explain": ("*",),  # it measures peaks and runs artifacts
+    "compiler.machine": ("*",),
+    "compiler.measure_phase": ("*",),
+    "compiler.report_command": ("*",),  # it runs an artifact for `infc report --measured`
     "models*": ("models*",),
     "runtime*": ("runtime*",),
     "compiler.frontends*": ("compiler*", "models*", *SCHEMA),
@@ -28,7 +33,8 @@ MAY_IMPORT = {
     "backends": ("backends*", "compiler*", *SCHEMA),
     "backends.*": ("backends", "backends.{file}", "backends.{folder}*", "compiler*", *SCHEMA),
 }
-ONLY_FOR_WIRING = ("compiler.driver", "compiler.cli", "compiler.console")  # no other module imports these
+ONLY_FOR_WIRING = ("compiler.driver", "compiler.cli", "compiler.console", "compiler.bisect", "compiler.explain",
+                   "compiler.report_command")  # no other module imports these
 
 # Heavy SDKs: who may import them at all. torch is everywhere but in the runtime, the models' table and the CLI's top level.
 SDK = {

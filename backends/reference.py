@@ -1,0 +1,194 @@
+"""A program on the operators' own meaning: each step computed by eager PyTorch in the very buffers its kernel would use.
+
+What a step reads, where it writes and when stay as they are; only the arithmetic is another. So a program that is right with
+reference operators and wrong with kernels has a bad kernel, and one that is wrong with both has a bad graph or a bad memory plan.
+"""
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import SymInt, Tensor, fx
+
+from ..compiler.contracts import row_error
+from ..compiler.ir import Graph
+from ..compiler.placement import Unit, Value, is_alias, source_of
+from ..runtime.program import Program
+from .launch import Arg, Context, Out, Scratch, Weight
+from .program import DTYPES
+
+_TORCH = {name: dtype for dtype, name in DTYPES.items()}
+
+
+class View(Protocol):
+    """A buffer at its live shape: runtime.aten_step.View."""
+
+    @property
+    def address(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class Table(Protocol):
+    """What is asked of a step table: runtime.table.StepTable."""
+
+    program: Program
+
+    @property
+    def bytes(self) -> int: ...
+    def run_step(self, index: int, dims: Mapping[str, int]) -> None: ...
+    def views(self, index: int, dims: Mapping[str, int]) -> Sequence[View]: ...
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The units behind one program's steps, in the same order."""
+
+    graph: Graph
+    units: Sequence[Unit]
+    context: Context
+
+
+@dataclass
+class ReferenceTable:
+    """Runs in place of a step table: the kernel of a step where `by_kernel(step)` says so, else its reference operators.
+
+    Where `watch` is a step, its kernel runs and `differences` gets (worst error of the kernel's results against the reference
+    on the same inputs, relative to each row's largest value) each time.
+    """
+
+    table: Table
+    bound: Bound
+    by_kernel: Callable[[int], bool]
+    watch: int | None = None
+    differences: list[float] = field(default_factory=list)
+
+    @property
+    def bytes(self) -> int:
+        """Of the table itself, for the cache's budget."""
+        return self.table.bytes
+
+    @property
+    def program(self) -> Program:
+        return self.table.program
+
+    def run(self, dims: Mapping[str, int]) -> None:
+        """Every step once. dims: live sizes by name."""
+        with torch.no_grad():
+            for index in range(len(self.bound.units)):
+                if index == self.watch:
+                    self._compare(index, dims)
+                elif self.by_kernel(index):
+                    self.table.run_step(index, dims)
+                else:
+                    self._reference(index, dims)
+
+    def _reference(self, index: int, dims: Mapping[str, int]) -> None:
+        arguments = self._arguments(index, dims)
+        for out, value in self._results(index, arguments, dims):
+            out.copy_(value)
+
+    def _compare(self, index: int, dims: Mapping[str, int]) -> None:
+        """Run the kernel, and the reference on copies of what it read; caches and results are compared."""
+        given = self._arguments(index, dims)
+        copies = [(arg, tensor.clone()) for arg, tensor in given]
+        wanted = self._results(index, copies, dims)
+        self.table.run_step(index, dims)
+        error = 0.0
+        for (arg, now), (_, then) in zip(given, copies, strict=True):
+            if isinstance(arg, fx.Node) and source_of(arg)[0].name in self.bound.graph.kv:
+                error = max(error, row_error(now, then))
+        outs = [tensor for arg, tensor in given if isinstance(arg, Out)]
+        error = max([error, *(row_error(out, value) for out, (_, value) in zip(outs, wanted, strict=True))])
+        self.differences.append(error)
+
+    def _arguments(self, index: int, dims: Mapping[str, int]) -> list[tuple[Arg, Tensor]]:
+        """What the step's kernel is given, beside what it is in the graph. Weights lie packed there: those come from the graph."""
+        launch = self.bound.units[index].lower(self.bound.context)
+        pairs = zip(launch.args, self.table.views(index, dims), strict=True)
+        return [(arg, tensor(view)) for arg, view in pairs if not isinstance(arg, (Scratch, Weight)) and not self._is_weight(arg)]
+
+    def _is_weight(self, arg: Arg) -> bool:
+        return isinstance(arg, fx.Node) and source_of(arg)[0].name in self.bound.graph.weights
+
+    def _results(self, index: int, arguments: Sequence[tuple[Arg, Tensor]], dims: Mapping[str, int]) -> list[tuple[Tensor, Tensor]]:
+        """(where a result goes, what it is) for each result of the step; caches are written on the way."""
+        unit = self.bound.units[index]
+        known = {source_of(arg): tensor for arg, tensor in arguments if isinstance(arg, fx.Node)}
+        run = _Evaluation(self.bound, known, dims)
+        if not unit.results:
+            for node in unit.nodes: run.node(node)         # for its effect: kv_write
+        found = [(tensor, run.value(unit.results[arg.index])) for arg, tensor in arguments if isinstance(arg, Out)]
+        return [(out, value.reshape(out.shape).to(out.dtype, copy=True)) for out, value in found]
+
+
+@dataclass
+class _Evaluation:
+    """Values of one unit's nodes, computed from what the step was given."""
+
+    bound: Bound
+    known: dict[Value, Tensor]
+    dims: Mapping[str, int]
+    done: dict[fx.Node, Any] = field(default_factory=dict)
+
+    def value(self, value: Value) -> Tensor:
+        node, index = value
+        found = self.node(node)
+        return found[index] if isinstance(found, (tuple, list)) else found
+
+    def node(self, node: fx.Node) -> Any:
+        """Given, a weight, a size, or computed from its own arguments."""
+        if node in self.done: return self.done[node]
+        if (node, 0) in self.known and not isinstance(node.meta["val"], (tuple, list)):
+            found: Any = self.known[node, 0].reshape(self._shape(node))
+        elif is_alias(node) and isinstance(node.meta["val"], Tensor) and source_of(node) in self.known:
+            found = self.known[source_of(node)].reshape(self._shape(node))
+        elif node.name in self.bound.graph.weights:
+            found = self.bound.graph.weights[node.name]
+        elif not isinstance(node.meta["val"], (Tensor, tuple, list, type(None))):
+            found = self._size(node.meta["val"])
+        else:
+            args, kwargs = self._filled(node.args), self._filled(node.kwargs)
+            found = node.target(*args, **kwargs)           # type: ignore[operator]
+        self.done[node] = found
+        return found
+
+    def _filled(self, arg: Any) -> Any:
+        if isinstance(arg, fx.Node): return self.node(arg)
+        if isinstance(arg, SymInt): return self._size(arg)
+        if isinstance(arg, (tuple, list)): return type(arg)(map(self._filled, arg))
+        return {key: self._filled(value) for key, value in arg.items()} if isinstance(arg, dict) else arg
+
+    def _shape(self, node: fx.Node) -> list[int]:
+        return [self._size(size) for size in node.meta["val"].shape]
+
+    def _size(self, size: Any) -> int:
+        named = self.bound.context.name(size)
+        if isinstance(named, int): return named
+        base, _, plus = named.partition("+")
+        return self.dims[base] + int(plus or 0)
+
+
+def install(executor: Any, bounds: Mapping[str, Bound], by_kernel: Callable[[int], bool]) -> dict[str, ReferenceTable]:
+    """Let a runtime's executor run reference tables. bounds: by program name. Returns the tables, by the same names, as they are made."""
+    made, plain = dict[str, ReferenceTable](), executor.table
+
+    def table(name: str) -> ReferenceTable:
+        made[name] = ReferenceTable(plain(name), bounds[name], by_kernel)
+        return made[name]
+
+    executor.table = table
+    return made
+
+
+def tensor(view: View) -> Tensor:
+    """A buffer's live elements, as a tensor over the same memory."""
+    count = 1
+    for extent in view.shape: count *= extent
+    dtype = _TORCH[view.dtype]
+    if count == 0: return torch.empty(view.shape, dtype=dtype)
+    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(view.address)
+    return torch.frombuffer(memory, dtype=dtype).reshape(view.shape)
