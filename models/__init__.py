@@ -8,7 +8,7 @@ import difflib
 import functools
 import re
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ class Model:
     license: str
     config: dict[str, Any]
     source: Source | None
-    expect: dict[str, int]
+    expect: dict[str, int] = field(default_factory=dict)
     """How often each pass must fire on it (`infc compile --expect`): a library update that breaks a pattern fails a test."""
 
 

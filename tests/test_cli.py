@@ -29,7 +29,7 @@ def test_compile_json_has_the_stable_names(tmp_path: Path):
 
 
 def test_compile_shows_progress_on_stderr_and_tables_on_stdout(tmp_path: Path):
-    done = infc("compile", "tiny", "--output", tmp_path / "a.infc")
+    done = infc("compile", "tiny", "--output", tmp_path / "a.infc", "--no-reuse")
     assert done.returncode == 0, done.stderr
     assert "capture" in done.stderr and "passes" in done.stderr
     assert "fuse_rms_norm" in done.stdout and "a.infc" in done.stdout and "kernels" in done.stdout
