@@ -229,7 +229,7 @@ def diff(
     from . import console
 
     if metrics:
-        from .metrics import METRICS
+        from .compare.metrics import METRICS
 
         if as_json:
             _print_json({"metrics": [{"name": name, "unit": unit, "about": about} for name, (unit, about) in METRICS.items()]})
@@ -240,9 +240,9 @@ def diff(
         raise UserError("give two artifacts, or two stages of a dump: infc diff A B (see: infc diff --help)")
     from ..runtime.comparison import load as load_bench
     from ..runtime.cpu import default_threads
-    from . import budgets
-    from . import diff as core
-    from .machine import known_peaks
+    from .compare import budgets
+    from .compare import diff as core
+    from .costs.machine import known_peaks
 
     budgets.parse(fail_on) if fail_on is not None else None          # before anything is read
     report = core.compare(
@@ -305,7 +305,7 @@ def explain(
     """Say where an artifact's time goes; or, with --pass, why a pass fired where it did and not elsewhere."""
     if one is not None:
         return _explain_pass(subject, one, dtype, as_json, quiet)
-    from . import explain as costs
+    from .costs import explain as costs
 
     note = (lambda text: None) if quiet else lambda text: print(f"  {text}", file=sys.stderr)
     report = costs.explain_artifact(

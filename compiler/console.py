@@ -259,8 +259,8 @@ def compared(report: Mapping[str, Any]) -> None:
 
 def differs(report: Mapping[str, Any]) -> None:
     """What `infc diff` found: who they are, what changed, which figures moved."""
-    from .budgets import change_text
-    from .metrics import unit_of
+    from .compare.budgets import change_text
+    from .compare.metrics import unit_of
 
     print(f"A {report['a']}\nB {report['b']}\n")
     if report["differ"]:

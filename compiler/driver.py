@@ -25,12 +25,14 @@ from ..runtime.library import default_threads
 from ..runtime.manifest import BLOCK, GoldenInfo, KvBuffer, Manifest, ModelInfo, PassInfo
 from ..runtime.program import Program
 from ..runtime.session import load
-from . import cost, debug, keys, machine, misses, targets, verification
-from .cost_table import CostTable
-from .dump_files import refuse_filled
-from .dump_programs import write_programs
+from . import debug, keys, misses, targets, verification
+from .costs import cost, machine
+from .costs.cost_table import CostTable
+from .costs.explain import at_rate
+from .costs.step_times import step_times
+from .dump.dump_files import refuse_filled
+from .dump.dump_programs import write_programs
 from .errors import CheckFailed, UserError
-from .explain import at_rate
 from .frontends import capture
 from .frontends.identity import identity
 from .graph_json import graph_json
@@ -38,7 +40,6 @@ from .ir import Graph, text
 from .pipeline import PassResult, PipelineReport, run_pipeline
 from .placement import Placement, Unit, place
 from .reuse import Entry, cache_folder
-from .step_times import step_times
 
 if TYPE_CHECKING:
     from torch import nn

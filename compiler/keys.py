@@ -11,7 +11,7 @@ import msgspec
 from .ir import Graph, content_key
 
 PACKAGE = __name__.split(".")[0]              # "infc"
-FOLDERS = ("compiler", "frontends", "ops", "passes", "backends", "cpu", "kernels", "runtime", "models")
+FOLDERS = ("compiler", "frontends", "ops", "costs", "passes", "backends", "cpu", "kernels", "runtime", "models")
 _UNKEYED = {"dump", "dump_asm", "expect", "force", "reuse", "target"}
 """Options that change where things go, not what is made; the target's instruction set is keyed instead of its alias."""
 

@@ -13,7 +13,7 @@ from typing import Any
 from . import debug
 from .blame import guilty_rewrite
 from .contracts import LIFTED, Broken
-from .dumps import Dump
+from .dump.dumps import Dump
 from .errors import CheckFailed, UserError, nearest
 from .ir import Graph, text, verify
 from .judge import CheckLevel, Judge, samples

@@ -7,9 +7,9 @@ from typing import Any
 
 from ..runtime.artifact import Artifact, read
 from ..runtime.errors import RuntimeFault
-from .cost import Costs, Phase, steps_of
+from .costs.cost import Costs, Phase, steps_of
+from .costs.peaks import Peaks
 from .errors import UserError
-from .peaks import Peaks
 from .report import collect, page, phases
 
 
@@ -26,7 +26,7 @@ def write(path: Path, output: Path, *, measured: bool, force: bool, threads: int
         peaks = _peaks(artifact, threads, tell)
         found = _run(path, artifact.report(), threads, tell) if measured else None
         if peaks and found:
-            from .explain import at_rate
+            from .costs.explain import at_rate
 
             peaks = at_rate(peaks, found["read_gb_s"], artifact.report()["costs"])
         data = collect(artifact, peaks, found)
@@ -50,7 +50,8 @@ def _refuse(output: Path, force: bool) -> None:
 def _peaks(artifact: Artifact, threads: int | None, tell: Callable[[str], object]) -> Peaks | None:
     """The peaks of this machine if the artifact runs on it; None, and a line that says why, where no speed can be predicted."""
     from ..runtime.library import default_threads
-    from . import machine, targets
+    from . import targets
+    from .costs import machine
 
     costs = artifact.report().get("costs")
     missing = set(artifact.manifest.isa) - targets.host_flags()
@@ -70,7 +71,7 @@ def _run(path: Path, report: dict[str, Any], threads: int | None, tell: Callable
 
     from ..runtime.golden import replay
     from ..runtime.session import load
-    from .measure_phase import measure
+    from .costs.measure_phase import measure
 
     costs = report.get("costs")
     if not costs:

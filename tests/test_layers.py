@@ -20,9 +20,9 @@ MAY_IMPORT = {
     "compiler.cli": ("*",),
     "compiler.console": ("*",),
     "compiler.driver": ("*",),
-    "compiler.explain": ("*",),  # it measures peaks and runs artifacts
-    "compiler.machine": ("*",),
-    "compiler.measure_phase": ("*",),
+    "compiler.costs.explain": ("*",),  # it measures peaks and runs artifacts
+    "compiler.costs.machine": ("*",),
+    "compiler.costs.measure_phase": ("*",),
     "compiler.report_command": ("*",),  # it runs an artifact for `infc report --measured`
     "models*": ("models*",),
     "runtime*": ("runtime*",),
@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "backends": ("backends*", "compiler*", *SCHEMA),
     "backends.*": ("backends", "backends.{file}", "backends.{folder}*", "compiler*", *SCHEMA),
 }
-ONLY_FOR_WIRING = ("compiler.driver", "compiler.cli", "compiler.console", "compiler.bisect", "compiler.explain",
+ONLY_FOR_WIRING = ("compiler.driver", "compiler.cli", "compiler.console", "compiler.bisect", "compiler.costs.explain",
                    "compiler.report_command")  # no other module imports these
 
 # Heavy SDKs: who may import them at all. torch is everywhere but in the runtime, the models' table and the CLI's top level.

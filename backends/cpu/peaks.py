@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
+from ...compiler.costs.peaks import Peaks, last_level_cache
 from ...compiler.errors import UserError
-from ...compiler.peaks import Peaks, last_level_cache
 from ...compiler.reuse import cache_folder
 from .toolchain import build
 

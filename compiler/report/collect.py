@@ -4,8 +4,8 @@ from typing import Any
 
 from ...runtime.artifact import Artifact
 from ...runtime.manifest import BLOCK
-from .. import levers
-from ..peaks import Peaks
+from ..costs import levers
+from ..costs.peaks import Peaks
 from .families import FAMILIES
 from .graphs import graphs
 from .memory import memory_map

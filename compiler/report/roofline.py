@@ -2,8 +2,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..cost import Costs, Phase, decode, phase_seconds, prefill, roofline_points
-from ..peaks import Peaks
+from ..costs.cost import Costs, Phase, decode, phase_seconds, prefill, roofline_points
+from ..costs.peaks import Peaks
 from .families import family
 
 Measured = Mapping[str, Mapping[str, float]]

@@ -2,13 +2,13 @@
 from dataclasses import replace
 
 import pytest
-from infc.compiler import cost
-from infc.compiler.cost import Change, Load, decode, predict, prefill
+from infc.compiler.costs import cost
+from infc.compiler.costs.cost import Change, Load, decode, predict, prefill
+from infc.compiler.costs.peaks import Peaks
+from infc.compiler.costs.phases import BLOCK as PHASES_BLOCK
+from infc.compiler.costs.phases import value
 from infc.compiler.errors import UserError
 from infc.compiler.ops.kv_write import BLOCK
-from infc.compiler.peaks import Peaks
-from infc.compiler.phases import BLOCK as PHASES_BLOCK
-from infc.compiler.phases import value
 
 PEAKS = Peaks(
     cpu="a test", isa="x86-64-v3", threads=2, read_gb_s=10.0, kv_read_gb_s=5.0, cache_gb_s=40.0, thread_cache_gb_s=20.0,

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 from infc.backends.launch import Context
-from infc.compiler.cost import Load, kind_of, moved
-from infc.compiler.count import Count, count, formulas, totals
+from infc.compiler.costs.cost import Load, kind_of, moved
+from infc.compiler.costs.count import Count, count, formulas, totals
+from infc.compiler.costs.phases import value
 from infc.compiler.ops import aten, by_name, gather
-from infc.compiler.phases import value
 from infc.compiler.placement import Unit
 from infc.runtime.artifact import read
 from tiny_artifact import tiny

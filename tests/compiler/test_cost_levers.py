@@ -1,8 +1,8 @@
 """Amdahl's bounds and the critical path, on a made-up report and a made-up program."""
 import pytest
-from infc.compiler.cost import decode, phase_seconds, prefill
-from infc.compiler.critical_path import critical_path, edges
-from infc.compiler.levers import bounds, phases_for
+from infc.compiler.costs.cost import decode, phase_seconds, prefill
+from infc.compiler.costs.critical_path import critical_path, edges
+from infc.compiler.costs.levers import bounds, phases_for
 from infc.runtime.program import Buffer, Program, Step
 
 from .test_cost import COSTS, GB, PEAKS, kernel

@@ -9,10 +9,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from infc.compiler import diff, metrics
-from infc.compiler.budgets import amount, change_text, judge, parse, share
+from infc.compiler.compare import diff, metrics
+from infc.compiler.compare.budgets import amount, change_text, judge, parse, share
+from infc.compiler.compare.metrics import METRICS, is_unfused, of_artifact, of_stage, unit_of
 from infc.compiler.errors import UserError
-from infc.compiler.metrics import METRICS, is_unfused, of_artifact, of_stage, unit_of
 from infc.runtime.artifact import read
 from infc.runtime.program import Kernel, Step
 from tiny_artifact import infc, tiny
@@ -248,7 +248,7 @@ def test_quiet_and_metrics():
 
 
 def test_it_needs_no_torch():
-    code = "import infc.compiler.diff, infc.compiler.budgets, sys; print('torch' in sys.modules)"
+    code = "import infc.compiler.compare.diff, infc.compiler.compare.budgets, sys; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 

@@ -13,9 +13,9 @@ import torch
 from golden import trace
 from infc import passes
 from infc.backends.cpu.toolchain import assembly
-from infc.compiler import dump_files, stage
-from infc.compiler.dump_files import refuse_filled, write_whole
-from infc.compiler.dump_programs import program_json, program_text, write_programs
+from infc.compiler.dump import dump_files, stage
+from infc.compiler.dump.dump_files import refuse_filled, write_whole
+from infc.compiler.dump.dump_programs import program_json, program_text, write_programs
 from infc.compiler.errors import UserError
 from infc.compiler.frontends import capture
 from infc.compiler.ops import aten

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from infc.compiler import diagnose, explain
+from infc.compiler.costs import diagnose, explain
+from infc.compiler.costs.explain import explain_artifact, show
+from infc.compiler.costs.peaks import Peaks
 from infc.compiler.errors import UserError
-from infc.compiler.explain import explain_artifact, show
-from infc.compiler.peaks import Peaks
 from infc.runtime.artifact import read
 from tiny_artifact import tiny
 
@@ -71,7 +71,7 @@ def test_tables_fit_a_hundred_columns(report: dict[str, Any], capsys: pytest.Cap
 
 
 def test_no_torch_is_needed():
-    code = ("import sys; from pathlib import Path; from infc.compiler import explain; from infc.compiler.peaks import Peaks\n"
+    code = ("import sys; from pathlib import Path; from infc.compiler.costs import explain; from infc.compiler.costs.peaks import Peaks\n"
             f"explain.machine_peaks = lambda *a: Peaks(**{PEAKS.__dict__!r})\n"
             f"explain.explain_artifact(Path({str(tiny())!r})); print('torch' in sys.modules)")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from infc.compiler import machine, peaks
+from infc.compiler.costs import machine, peaks
 
 from .test_cost import PEAKS
 

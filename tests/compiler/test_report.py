@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from infc.compiler.cost import decode, prefill
-from infc.compiler.peaks import Peaks
+from infc.compiler.costs.cost import decode, prefill
+from infc.compiler.costs.peaks import Peaks
 from infc.compiler.report import collect, page, phases
 from infc.compiler.report.families import FAMILIES, family
 from infc.compiler.report.graphs import GONE, graphs

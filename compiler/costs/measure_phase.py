@@ -3,11 +3,11 @@ import statistics
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from ..runtime.batch import Work
+from ...runtime.batch import Work
 from .cost import Phase
 
 if TYPE_CHECKING:
-    from ..runtime.session import Model
+    from ...runtime.session import Model
 
 ROUNDS = {"decode": 9, "prefill": 5}
 

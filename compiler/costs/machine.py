@@ -4,10 +4,10 @@ from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
-from ..runtime.isa import this_cpu
+from ...runtime.isa import this_cpu
 from . import peaks
 
-KERNELS = Path(__file__).parent.parent / "backends" / "cpu"
+KERNELS = Path(__file__).parents[2] / "backends" / "cpu"
 
 
 @lru_cache(maxsize=1)
@@ -33,7 +33,7 @@ def machine_peaks(isa: str, threads: int, note: Callable[[str], object] = lambda
     """The peaks, measured now if they never were. Raises UserError without a C++ compiler."""
 
     def measure() -> peaks.Peaks:
-        from ..backends.cpu.peaks import measure  # torch, numpy and a compile: only this once
+        from ...backends.cpu.peaks import measure  # torch, numpy and a compile: only this once
 
         return measure(this_cpu().name, isa, threads)
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import networkx
 
-from ..runtime.program import Program
+from ...runtime.program import Program
 
 
 def edges(program: Program) -> set[tuple[int, int]]:

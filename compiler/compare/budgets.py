@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .errors import UserError, nearest
+from ..errors import UserError, nearest
 from .metrics import METRICS, Metrics, unit_of
 
 _OPS: dict[str, Callable[[float, float], bool]] = {

@@ -6,11 +6,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from ..runtime.artifact import Artifact, read
-from ..runtime.isa import this_cpu
-from ..runtime.library import default_threads
+from ...runtime.artifact import Artifact, read
+from ...runtime.isa import this_cpu
+from ...runtime.library import default_threads
+from ..errors import UserError
 from . import cost, diagnose, levers
-from .errors import UserError
 from .machine import machine_peaks
 from .peaks import Peaks
 
@@ -132,7 +132,7 @@ def _measured(
     path: Path, costs: cost.Costs, artifact: Artifact, phases: Sequence[cost.Phase], peaks: Peaks, threads: int,
     note: Callable[[str], object],
 ) -> list[dict[str, Any]]:
-    from ..runtime.session import load
+    from ...runtime.session import load
     from .measure_phase import measure
 
     out = []
@@ -163,7 +163,7 @@ def _ratios(phases: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def show(report: Mapping[str, Any]) -> None:
     """The report as tables of at most 100 columns."""
-    from .console import pairs, size, table
+    from ..console import pairs, size, table
 
     p = report["peaks"]
     pairs("machine, as its own kernels reach it" if p["quiet"] else "machine, busy with other work: its peaks are higher", {

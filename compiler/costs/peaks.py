@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from .reuse import cache_folder
+from ..reuse import cache_folder
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from .ops.gather import COSTS as GATHERS
-from .ops.kv_write import BLOCK
-from .ops.registry import Cost, arguments, operator_of
+from ..ops.gather import COSTS as GATHERS
+from ..ops.kv_write import BLOCK
+from ..ops.registry import Cost, arguments, operator_of
+from ..placement import Unit, source_of
 from .phases import Terms, value
-from .placement import Unit, source_of
 
 RegionCost = Callable[[Unit, Mapping[str, int]], tuple[int, int] | None]
 """flops and bytes of a unit that a backend can count better than its nodes can, at these dims; None for any other."""

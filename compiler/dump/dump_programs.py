@@ -3,7 +3,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..runtime.program import Kernel, Program
+from ...runtime.program import Kernel, Program
 from .dump_files import write_json, write_whole
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from .ir import Graph, type_text
+from ..ir import Graph, type_text
 
 _TAKEN = {"torch", "operator", "math", "aten", "infc", "w", "kv", "forward", "main", "Path", *keyword.kwlist, *dir(builtins)}
 """Names the file uses itself: a node called one of them gets an underscore."""

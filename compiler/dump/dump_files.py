@@ -12,8 +12,8 @@ from typing import Any
 from safetensors.torch import save
 from torch import Tensor
 
-from .errors import UserError
-from .ir import DTYPE_NAMES, tensor_hash
+from ..errors import UserError
+from ..ir import DTYPE_NAMES, tensor_hash
 from .stage import TENSOR, file_name
 
 

@@ -3,12 +3,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..runtime.artifact import Artifact
-from ..runtime.manifest import BLOCK, Manifest
-from ..runtime.program import ITEM_BYTES, Kernel, Program, Step
-from .cost import decode, kind_of, moved, phase_seconds, prefill, steps_of
-from .errors import UserError
-from .peaks import Peaks
+from ...runtime.artifact import Artifact
+from ...runtime.manifest import BLOCK, Manifest
+from ...runtime.program import ITEM_BYTES, Kernel, Program, Step
+from ..costs.cost import decode, kind_of, moved, phase_seconds, prefill, steps_of
+from ..costs.peaks import Peaks
+from ..errors import UserError
 
 Metrics = dict[str, float]
 PeaksOf = Callable[[str], Peaks | None]

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import UserError
+from ..errors import UserError
 from .peaks import Peaks
 from .phases import BLOCK, Load, Phase, decode, prefill, value
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..runtime.artifact import Artifact, read
-from ..runtime.manifest import MANIFEST
-from .errors import UserError, nearest
+from ...runtime.artifact import Artifact, read
+from ...runtime.manifest import MANIFEST
+from ..errors import UserError, nearest
 from .metrics import Metrics, PeaksOf, is_aten, of_artifact, of_stage
 
 _NUMBER = re.compile(r"(?<![A-Za-z0-9])\d+(?![A-Za-z0-9])")

@@ -3,11 +3,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..runtime.program import Program, Step
+from ...runtime.program import Program, Step
+from ..errors import CheckFailed
+from ..placement import Unit
 from .cost import kind_of
 from .count import Count, RegionCost, count, formulas, totals
-from .errors import CheckFailed
-from .placement import Unit
 
 PACKED_SPREAD = 16
 """A row of a table in panels of 32 (both layouts) has 4 bytes in each cache line of 64: picking it moves 16 times what it holds."""

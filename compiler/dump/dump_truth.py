@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
-from .contracts import SAME_FUNCTION, run_fp64, run_plain
-from .frontends.samples import DecoderSamples
-from .ir import DTYPE_NAMES, Graph, evaluate
+from ..contracts import SAME_FUNCTION, run_fp64, run_plain
+from ..frontends.samples import DecoderSamples
+from ..ir import DTYPE_NAMES, Graph, evaluate
 from .stage import worst_error
 
 TOKENS = 37

@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..frontends.samples import DecoderSamples
+from ..graph_json import graph_json
+from ..ir import DTYPE_NAMES, Graph, text
+from ..verification import step_sample
 from .dump_files import Tensors, write_json, write_whole
 from .dump_truth import Capture
-from .frontends.samples import DecoderSamples
-from .graph_json import graph_json
-from .ir import DTYPE_NAMES, Graph, text
 from .python_text import function_text
-from .verification import step_sample
 
 STEP_INPUTS = {"input_ids", "positions", "slots", "query_start", "context_len", "block_table", "sample_rows", "temperature", "top_k",
                "top_p", "uniform"}  # fmt: skip
@@ -32,7 +32,7 @@ import math
 import operator
 
 import torch
-from infc.compiler.stage import main
+from infc.compiler.dump.stage import main
 
 aten, infc = torch.ops.aten, torch.ops.infc
 

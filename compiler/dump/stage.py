@@ -22,9 +22,9 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 
-from . import ops  # noqa: F401    (registers torch.ops.infc)
-from .errors import UserError, nearest
-from .ir import DTYPE_NAMES
+from .. import ops  # noqa: F401    (registers torch.ops.infc)
+from ..errors import UserError, nearest
+from ..ir import DTYPE_NAMES
 
 TENSOR = "tensor"
 """The name of the one tensor in each file of a dump."""

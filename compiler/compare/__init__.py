@@ -1,0 +1,1 @@
+"""What two artifacts or two stages differ in, and budgets on it."""

@@ -1,0 +1,1 @@
+"""Every stage of a compile as files: text, data, and programs that run."""
