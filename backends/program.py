@@ -37,7 +37,9 @@ class Store:
         content = hashlib.sha256(f"{self.digest}\n{launch.body}".encode()).hexdigest()[:16]
         if content not in self.kernels:
             symbol = getattr(launch, "symbol", f"k_{content}")   # an ATen step has no code of ours, only a name
-            self.kernels[content] = Kernel(hash=content, name=launch.name, symbol=symbol, op=op, arch=self.arch)
+            twins = sum(kernel.name.partition("#")[0] == launch.name for kernel in self.kernels.values())    # over other rows
+            name = f"{launch.name}#{twins + 1}" if twins else launch.name
+            self.kernels[content] = Kernel(hash=content, name=name, symbol=symbol, op=op, arch=self.arch)
             self.bodies[content] = launch.body
             self.headers.update(dict.fromkeys(launch.headers))
         return self.kernels[content]

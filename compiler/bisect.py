@@ -243,7 +243,7 @@ def _by_command(search: Search, command: str) -> Found:
     with _tester(search, prefixes, command) as good:
         if (whole := good(prefixes.total, 0)) is not False:
             if whole is None:
-                raise CheckFailed("the artifact with all rewrites cannot be tested: it does not compile, or the command says 125")
+                raise UserError("the artifact with all rewrites cannot be tested: it does not compile, or the command says 125")
             return Found("none", prefixes.total, search.runs, why="the command succeeds with every rewrite")
         graphs = Graphs(search, prefixes)
         cuts = [cut for cut in prefixes.cuts if cut]

@@ -169,8 +169,10 @@ def verify(artifact: Artifact, threads: Threads = None, as_json: Json = False, q
     """Hash every file of ARTIFACT and replay its golden prompts; exit code 1 if an answer differs."""
     from ..runtime.artifact import verify_files
     from ..runtime.golden import replay
-    from . import console
+    from . import console, debug
 
+    if debug.eager():
+        raise UserError("INFC_EAGER is for infc compile: an artifact holds no reference operators; compile with it, or bisect MODEL")
     verify_files(_existing(artifact)).close()
     with _load(artifact, threads) as model:
         report = _plain(replay(model))
@@ -304,6 +306,8 @@ def explain(
 ) -> None:
     """Say where an artifact's time goes; or, with --pass, why a pass fired where it did and not elsewhere."""
     if one is not None:
+        if measured or (tokens, contexts, batches) != ("256", "128,448", "1,8"):
+            raise UserError("--measured, --tokens, --contexts and --batches are about time, --pass is about a pass: ask for one of them")
         return _explain_pass(subject, one, dtype, as_json, quiet)
     from .costs import explain as costs
 
@@ -316,6 +320,9 @@ def explain(
     return None if quiet else costs.show(report)
 
 
+_NARROW = "narrow_dtype does not run for fp32: ask with --dtype bf16, or of a bf16 artifact"
+
+
 def _explain_pass(subject: str, name: str, dtype: str, as_json: bool, quiet: bool) -> None:
     from . import console, misses
 
@@ -324,15 +331,20 @@ def _explain_pass(subject: str, name: str, dtype: str, as_json: bool, quiet: boo
         from ..runtime.artifact import read
 
         with read(_existing(path)) as artifact:
-            found = misses.of_artifact(artifact.report(), name, subject)
+            made, listed = artifact.manifest.dtype, artifact.report("passes", "graphs")
+            if name == "narrow_dtype" and made == "fp32": raise UserError(_NARROW)
+            found = misses.of_artifact(listed, name, subject)
     else:
         from .. import passes
 
         misses.check_name(name, passes.PIPELINE)
+        if name == "narrow_dtype" and dtype == "fp32": raise UserError(_NARROW)
         with console.Reporter(quiet=quiet or as_json) as report:
             from . import driver
+            from .graph_json import graph_json
 
-            found = misses.total(driver.passes_of(subject, driver.Options(dtype=dtype, check="off"), report).json(), name)
+            ran, graph = driver.passes_of(subject, driver.Options(dtype=dtype, check="off"), report)
+            found = misses.total(ran.json(), name) | {"places": misses.places(graph_json(graph)["nodes"], name)}
     if as_json:
         _print_json(found)
     elif not quiet:

@@ -146,7 +146,11 @@ def compiled(result: Mapping[str, Any]) -> None:
 def explained_pass(found: Mapping[str, Any]) -> None:
     """How often one pass fired, each refusal, and each near miss with what it expected and what it met."""
     refused, missed = found["refused"], found["misses"]
-    print(f"{found['name']}: fired {found['fired']}, refused {len(refused)}, nearly matched {len(missed)}\n")
+    nothing = "" if found["fired"] or refused or missed else ": nothing in the graph looks like what it rewrites"
+    print(f"{found['name']}: fired {found['fired']}, refused {len(refused)}, nearly matched {len(missed)}{nothing}\n")
+    if found["places"]:
+        table("operators it made or changed that are left at the end", ("how many", "where"),
+              [(one["nodes"], one["where"]) for one in found["places"]], right=(0,))
     if refused:
         table("refused", ("where", "why"), [(one["site"], one["reason"]) for one in refused])
     if missed:
@@ -166,9 +170,10 @@ def verdict(found: Mapping[str, Any]) -> str:
 
 
 def _prediction(found: Mapping[str, Any]) -> str:
+    rate = f", at the {found['read_gb_s']:.1f} GB/s just measured" if found["by"] == "reads alone" else ""
     return (f"a decode step reads {size(found['bytes'])} at context {found['context']}: {found['decode_ms']:.3g} ms, "
-            f"{found['decode_tok_s']:.0f} tokens/s, bound by {found['bound']}, at the {found['read_gb_s']:.1f} GB/s just measured "
-            f"(by {found['by']}; more: infc explain)")
+            f"{found['decode_tok_s']:.0f} tokens/s, bound by {found['bound']}"
+            f"{rate} (by {found['by']}; more: infc explain)")
 
 
 def inspected(shown: Mapping[str, Any]) -> None:

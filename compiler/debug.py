@@ -24,7 +24,7 @@ def _number(name: str, top: int | None = None) -> int | None:
     if not value:
         return None
     if not value.isdecimal() or (top is not None and int(value) > top):
-        expected = "a whole number" if top is None else f"a whole number from 0 to {top}"
+        expected = "a whole number" if top is None else "0 or 1" if top == 1 else f"a whole number from 0 to {top}"
         raise UserError(f"{name}={value!r}: expected {expected}")
     return int(value)
 
@@ -53,6 +53,11 @@ def dump() -> Path | None:
     """INFC_DUMP: the folder that gets one text file per pass that changed something."""
     folder = os.environ.get("INFC_DUMP", "").strip()
     return Path(folder) if folder else None
+
+
+def check_all() -> None:
+    """Raise UserError for a switch that is set to what it cannot be."""
+    for read in (level, check, stop, eager): read()
 
 
 def any_set() -> bool:

@@ -140,6 +140,7 @@ def compile(
     runtime.errors.RuntimeFault when the artifact cannot be written. Nothing half-made is left behind.
     """
     options = options or Options()
+    debug.check_all()
     _check(options)
     if not isinstance(model, (str, Path, torch.nn.Module, Graph)):
         raise UserError(f"a model's name, a path or a torch.nn.Module is expected, not {type(model).__name__}")
@@ -160,7 +161,9 @@ def compile(
     with clock.phase("passes", "rewriting the graph"):
         graph = captured.copy()
         report = hooks.rewrite(graph) if hooks else _run_passes(graph, options, listen)
-        misses.check_expected(report.json(), options.expect)
+        misses.check_expected(report.json(), options.expect, str(model) if isinstance(model, (str, Path)) else "MODEL")
+        if report.skipped and debug.stop() is not None:
+            listen(Event("note", "passes", f"INFC_STOP={debug.stop()}: the rewrites end here; not run: {', '.join(report.skipped)}"))
         notes = [*report.notes, *graph.meta.get("notes", ())]
         for line in notes:
             listen(Event("note", "passes", line))
@@ -198,12 +201,12 @@ def compile(
     return _result(path, clock, summary, verified, reused=False)
 
 
-def passes_of(model: "str | Path | nn.Module | Graph", options: Options, listen: Listener) -> PipelineReport:
-    """Capture a model and run the passes of a compile on it; nothing is lowered, built or written."""
+def passes_of(model: "str | Path | nn.Module | Graph", options: Options, listen: Listener) -> tuple[PipelineReport, Graph]:
+    """Capture a model and run the passes of a compile on it; nothing is lowered, built or written. Their report and the final graph."""
     listen(Event("phase", "capture", "capturing the model"))
     captured = model if isinstance(model, Graph) else capture(model, progress=lambda line: listen(Event("note", "capture", line)))
     listen(Event("phase", "passes", "rewriting the graph"))
-    return _run_passes(captured, options, listen)
+    return _run_passes(captured, options, listen), captured
 
 
 def _output(model: "str | Path | nn.Module | Graph", output: Path | str | None) -> Path:
@@ -255,6 +258,8 @@ def _check(options: Options) -> None:
         raise UserError(f"buckets are {list(options.buckets)}: give at least one number of tokens, each 1 or more")
     if max(options.buckets) > MAX_BUCKET:
         raise UserError(f"a bucket of {max(options.buckets)} tokens: {MAX_BUCKET} is the largest; longer prompts run in chunks")
+    if options.keep_going and options.check == "off":
+        raise UserError("--keep-going leaves out passes that break their contract, and --check off checks none: choose one of them")
     if not 1 <= options.max_sequences <= 256:
         raise UserError(f"max_sequences is {options.max_sequences}: choose 1..256")
     if options.dump_asm and not (options.dump or debug.dump()):

@@ -6,6 +6,7 @@ that stands twice in the pipeline is one entry, its runs added up.
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from .compare.diff import fold
 from .errors import CheckFailed, UserError, nearest
 
 PassJson = Mapping[str, Any]
@@ -26,29 +27,39 @@ def check_name(name: str, known: Iterable[str]) -> None:
         raise UserError(f"no pass is called {name!r}: {nearest(name, names)}")
 
 
+def places(nodes: Iterable[Mapping[str, Any]], name: str) -> list[dict[str, Any]]:
+    """Where the pass left its mark in a graph (`graph_json`'s nodes), layers folded: [{"where": "model.layers.*.mlp", "nodes": 30}]."""
+    found: dict[str, int] = {}
+    for node in nodes:
+        if name in node["passes"]:
+            where = fold((node["origin"] or [node["name"]])[0])
+            found[where] = found.get(where, 0) + 1
+    return [{"where": where, "nodes": count} for where, count in found.items()]
+
+
 def of_artifact(report: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
     """One pass of an artifact, from its report.json. Raises UserError where the artifact does not hold near misses."""
     found = total(report["passes"], name)
     if any("misses" not in one for one in report["passes"] if one["name"] == name):
         raise UserError(f"{where}: an older infc made it and kept no near misses; ask of the model itself, or compile it again")
-    return found
+    return found | {"places": places(report["graphs"]["final"]["nodes"], name)}
 
 
-def check_expected(passes: Sequence[PassJson], expected: Iterable[tuple[str, int]]) -> None:
+def check_expected(passes: Sequence[PassJson], expected: Iterable[tuple[str, int]], model: str = "MODEL") -> None:
     """Raises CheckFailed, naming pass, expected and found count and the nearest miss; UserError for an unknown pass."""
     for name, count in expected:
         found = total(passes, name)
         if found["fired"] != count:
-            raise CheckFailed(f"{name} was expected to fire {count} times and fired {found['fired']} times; {_nearest_miss(found)}")
+            raise CheckFailed(f"{name} was expected to fire {count} times and fired {found['fired']} times; {_nearest_miss(found, model)}")
 
 
-def _nearest_miss(found: Mapping[str, Any]) -> str:
+def _nearest_miss(found: Mapping[str, Any], model: str) -> str:
     if found["misses"]:
         miss = max(found["misses"], key=lambda m: m["matched"] / m["of"])
         return f"it came nearest at {miss['site']}, {miss['matched']} of {miss['of']} operators: {miss['reason']}"
     if found["refused"]:
         return f"it refused {found['refused'][0]['site']}: {found['refused'][0]['reason']}"
-    return f"nothing else looked like one (all of it: infc explain MODEL --pass {found['name']})"
+    return f"nothing else looked like one (all of it: infc explain {model} --pass {found['name']})"
 
 
 def counts(text: Sequence[str], known: Iterable[str]) -> tuple[tuple[str, int], ...]:

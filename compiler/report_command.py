@@ -43,7 +43,9 @@ def _refuse(output: Path, force: bool) -> None:
         raise UserError(f"{output} is a folder: name the page, with -o {output / 'report.html'}")
     if not output.parent.is_dir():
         raise UserError(f"{output}: there is no folder {output.parent}; make it, or name another place with -o")
-    if output.exists() and not force:
+    if os.path.lexists(output) and not output.is_file():
+        raise UserError(f"{output} is no regular file: name another with -o")
+    if os.path.lexists(output) and not force:
         raise UserError(f"{output} exists: add --force to replace it, or name another with -o")
 
 

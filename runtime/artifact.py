@@ -87,9 +87,15 @@ class Artifact:
         """The bytes of golden.safetensors, hashed again."""
         return self._checked(GOLDEN)
 
-    def report(self) -> dict[str, Any]:
-        """What the compiler reported."""
-        return msgspec.json.decode(self._checked(REPORT))
+    def report(self, *needed: str) -> dict[str, Any]:
+        """What the compiler reported. Raises RuntimeFault where it cannot be read or lacks one of the `needed` entries."""
+        try:
+            found = msgspec.json.decode(self._checked(REPORT))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise self._fault(REPORT, f"is no JSON ({error})") from error
+        missing = "form" if not isinstance(found, dict) else next((name for name in needed if name not in found), None)
+        if missing: raise self._fault(REPORT, f"has no {missing} that this infc reads")
+        return found
 
     def weights(self) -> Span:
         """The open file of the weights. Close its descriptor."""

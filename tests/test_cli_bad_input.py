@@ -310,3 +310,12 @@ def test_a_bug_is_not_hidden():
     code = "import sys; from infc.compiler import cli; cli._counts = None; sys.exit(cli.main(['bench', 'x.infc']))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1 and "TypeError" in done.stderr
+
+
+def test_options_that_cancel_each_other(tmp_path: Path):
+    cases = [(("compile", "tiny", "-o", tmp_path / "a", "--keep-going", "--check", "off"), "choose one of them"),
+             (("explain", "tiny", "--pass", "fuse_rope", "--measured"), "ask for one of them"),
+             (("explain", "tiny", "--pass", "narrow_dtype", "--dtype", "fp32"), "does not run for fp32")]
+    for command, said in cases:
+        done = infc(*command)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1) and said in done.stderr, done.stderr

@@ -6,6 +6,7 @@
             | +NUMBER or -NUMBER      of B minus A         kernels>+2      steps<-10
             | +NUMBER% or -NUMBER%    of (B - A) / A       memory>+5%      fired.fuse_rope<-0%
 """
+import math
 import operator
 import re
 from collections.abc import Callable
@@ -82,6 +83,8 @@ def _budget(part: str) -> Budget:
     if unit in ("kB", "MB", "GB") and unit_of(metric) != "B":
         raise UserError(f"the budget {part.strip()!r} gives bytes, but {metric} is no number of bytes")
     limit = float(sign + number) * (0.01 if unit == "%" else _SCALE[unit])
+    if not math.isfinite(limit):
+        raise UserError(f"the budget {part.strip()!r} has no finite limit")
     return Budget(part.strip(), metric, op, limit, "share" if unit == "%" else "change" if sign else "value")
 
 
@@ -94,6 +97,9 @@ def judge(text: str, a: Metrics, b: Metrics, note: Callable[[str], object] = lam
     budgets, a, b = parse(text), dict(a), dict(b)
     for budget in budgets:
         _known(budget, a, b, note)
+    for one in budgets:
+        if any(math.isnan(side.get(one.metric, 0.0)) for side in (a, b)):
+            raise UserError(f"the budget {one.text!r} cannot be judged: {one.metric} is not a number")
     return [{"budget": one.text, "metric": one.metric, "before": a.get(one.metric), "after": b[one.metric],
              "text": f"{one.metric} is {_shown(one.metric, a, b)}: breaks {one.text}"} for one in budgets if one.broken(a, b)]
 

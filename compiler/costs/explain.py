@@ -15,6 +15,9 @@ from .machine import machine_peaks
 from .peaks import Peaks
 
 WIDTH = 98
+OURS = 0.9
+"""Below this share of their CPUs' time for our threads, a measurement says that the machine was busy, and blames no kernel."""
+
 SHOWN = 0.002
 """Kernels below this share of a phase are summed up in the table; --json has them all."""
 
@@ -122,7 +125,11 @@ def _compare(out: dict[str, Any], found: Mapping[str, Any]) -> None:
     """Measured totals, what is far off and why."""
     steps = sum(sum(load) for load in found["steps"])
     out["measured"] = {"wall_s": found["wall_s"], "steps_s": steps, "gap_s": found["gap_s"], "read_gb_s": found["read_gb_s"],
-                       "ratio": found["wall_s"] / out["predicted_s"], "tokens_s": out["tokens"] / found["wall_s"]}
+                       "ratio": found["wall_s"] / out["predicted_s"], "tokens_s": out["tokens"] / found["wall_s"],
+                       "cpu_share": found["cpu_share"]}
+    if found["cpu_share"] < OURS:                     # what is slow then says nothing about a kernel
+        out["findings"] = [f"other processes had these CPUs {1 - found['cpu_share']:.0%} of the time: measure again on a quiet machine"]
+        return
     for row in out["kernels"]:
         if diagnose.far_off(row, steps): row["cause"] = diagnose.cause(row, found["read_gb_s"])
     out["findings"] = diagnose.findings(out)
@@ -162,7 +169,7 @@ def _ratios(phases: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def show(report: Mapping[str, Any]) -> None:
-    """The report as tables of at most 100 columns."""
+    """The report as tables of about 100 columns."""
     from ..console import pairs, size, table
 
     p = report["peaks"]
@@ -204,12 +211,12 @@ def _show_phase(phase: Mapping[str, Any], size: Callable[[float], str], table: C
     measured = phase["measured"]
     took = "measured_s" if measured else "predicted_s"
     most = [r for r in phase["kernels"] if r[took] >= SHOWN * sum(k[took] for k in phase["kernels"])]
-    rows = [(r["name"][:24 if measured else 30], r["calls"], f"{r['flops'] / 1e6:.{int(r['flops'] < 1e8)}f}", size(r["weights"]),
+    rows = [(r["name"], r["calls"], f"{r['flops'] / 1e6:.{int(r['flops'] < 1e8)}f}", size(r["weights"]),
              size(r["kv"]), f"{r['intensity']:.1f}", r["bound"], f"{r['predicted_s'] * 1e3:.3f}",
              *((f"{r['measured_s'] * 1e3:.3f}", f"{r['ratio']:.2f}") if measured else ())) for r in most]
     heads = ("kernel", "calls", "Mflop", "weights", "KV", "flop/B", "bound", "ms", *(("measured", "ratio") if measured else ()))
     title = f"{phase['name']}: {phase['predicted_s'] * 1e3:.2f} ms predicted, {phase['tokens_s']:.0f} tokens/s, bound by {phase['bound']}"
-    if measured: title += f"; {measured['wall_s'] * 1e3:.2f} ms measured, {measured['ratio']:.2f} of it"
+    if measured: title += f"; {measured['wall_s'] * 1e3:.2f} ms measured, {measured['ratio']:.2f} times that"
     table(title, heads, rows, right=(1, 2, 3, 4, 5, 7, 8, 9))
     path = phase["critical_path"]
     rest = sum(r[took] for r in phase["kernels"] if r not in most)

@@ -1,6 +1,6 @@
 """Measure a phase on a loaded model: nanoseconds of every step, the wall time, and what the machine could read meanwhile."""
 import statistics
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import TYPE_CHECKING, Any
 
 from ...runtime.batch import Work
@@ -13,14 +13,15 @@ ROUNDS = {"decode": 9, "prefill": 5}
 
 
 def measure(model: "Model", phase: Phase) -> dict[str, Any]:
-    """{"steps": per load, medians in seconds of each step with its barrier; "wall_s"; "gap_s"; "read_gb_s"}.
+    """{"steps": per load, medians in seconds of each step with its barrier; "wall_s"; "gap_s"; "read_gb_s"; "cpu_share"}.
 
+    cpu_share: of the steps' time, that in which our threads had their CPUs (they spin, so it is 1 on a machine of one's own).
     wall_s: a whole phase through the runtime, inputs and table included. gap_s: of a profiled one, the time in which no step runs.
     Rounds of both and of a pure read of all weights alternate, since on shared machines the read rate moves by itself. Raises
     RuntimeFault where the phase does not fit the model.
     """
     steps: list[list[list[float]]] = [[] for _ in phase.loads]
-    walls, gaps, reads = list[float](), list[float](), list[float]()
+    walls, gaps, reads, shares = list[float](), list[float](), list[float](), list[float]()
     first = phase.loads[0]
     sequences = [model.sequence() for _ in first.new]
     base = _base(model, phase)
@@ -34,21 +35,23 @@ def measure(model: "Model", phase: Phase) -> dict[str, Any]:
                 profiled.append(model.profile_batch(sequences, [_tokens(model, n, 7) for n in load.new], min(load.rows, 1)))
             gap = perf_counter() - begin - sum(ns for times in profiled for _, ns in times) * 1e-9
             _rewind(sequences, base)
-            begin = perf_counter()
+            begin, used = perf_counter(), process_time()
             for load in phase.loads:
                 model.run([Work(s, _tokens(model, n, 7), min(load.rows, 1)) for s, n in zip(sequences, load.new, strict=True)])
-            wall = perf_counter() - begin
+            wall, used = perf_counter() - begin, process_time() - used
             _rewind(sequences, base)
             read = (read + model.executor.read_weights()) / 2
             if round_ < 0: continue
             for kept, times in zip(steps, profiled, strict=True): kept.append([ns * 1e-9 for _, ns in times])
             walls.append(wall)
             gaps.append(gap)
+            shares.append(used / (wall * model.executor.threads))
             reads.append(model.memory()["weights"] / read)
     finally:
         for sequence in sequences: sequence.close()
     return {"steps": [[statistics.median(s) for s in zip(*kept, strict=True)] for kept in steps],
-            "wall_s": statistics.median(walls), "gap_s": statistics.median(gaps), "read_gb_s": statistics.median(reads)}
+            "wall_s": statistics.median(walls), "gap_s": statistics.median(gaps), "read_gb_s": statistics.median(reads),
+            "cpu_share": min(1.0, statistics.median(shares))}
 
 
 def _base(model: "Model", phase: Phase) -> tuple[int, ...]:

@@ -5,10 +5,12 @@ predicted from what its kernel reaches when nothing else is in the way.
 """
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from ..reuse import cache_folder
 
@@ -59,13 +61,24 @@ def kept(name: str, note: Callable[[str], object] = lambda line: None) -> Peaks 
     path = _path(name)
     try:
         known = json.loads(path.read_text())
-        if set(known) == {f.name for f in fields(Peaks)}: return Peaks(**known)
-        note(f"the peaks kept in {path} are of another version")
+        if not isinstance(known, dict) or set(known) != {f.name for f in fields(Peaks)}:
+            note(f"the peaks kept in {path} are of another version")
+        elif wrong := [name for name, value in known.items() if not _possible(name, value)]:
+            note(f"the peaks kept in {path} are of no use ({', '.join(wrong)} cannot be)")
+        else:
+            return Peaks(**known)
     except FileNotFoundError:
         note("this machine's peaks were never measured")
     except (OSError, ValueError, TypeError) as error:
         note(f"the peaks kept in {path} are of no use ({error})")
     return None
+
+
+def _possible(name: str, value: Any) -> bool:
+    """A text, a switch, or figures: finite, not negative, and no rate of 0."""
+    if isinstance(value, dict): return bool(value) and all(_possible("gb_s", rate) for rate in value.values())
+    if name in ("cpu", "isa", "quiet"): return isinstance(value, bool if name == "quiet" else str)
+    return isinstance(value, int | float) and 0 <= value < math.inf and (value > 0 or not name.endswith("gb_s"))
 
 
 def cached(name: str, measure: Callable[[], Peaks], note: Callable[[str], object] = lambda line: None) -> Peaks:

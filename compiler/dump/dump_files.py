@@ -25,7 +25,7 @@ def refuse_filled(folder: Path | None) -> None:
 
 def write_whole(path: Path, data: str | bytes) -> None:
     """Write a file so that nobody sees half of it. Raises UserError, which names it, where there is no room or no permission."""
-    aside = path.with_name(f".{path.name}.partial")
+    aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         aside.write_bytes(data.encode() if isinstance(data, str) else data)

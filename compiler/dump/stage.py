@@ -9,6 +9,7 @@ Each has a bound, in the stage's JSON file with the reason for it. Exit code 0: 
 import argparse
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -24,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from .. import ops  # noqa: F401    (registers torch.ops.infc)
 from ..errors import UserError, nearest
-from ..ir import DTYPE_NAMES
+from ..ir import DTYPE_NAMES, tensor_hash
 
 TENSOR = "tensor"
 """The name of the one tensor in each file of a dump."""
@@ -82,7 +83,9 @@ def read_tensor(folder: Path, sha256: str) -> Tensor:
     """One tensor of a dump. Raises UserError, which names the file, where it is missing or damaged."""
     path = folder / file_name(sha256)
     try:
-        return load_file(path)[TENSOR]
+        tensor = load_file(path)[TENSOR]
+        if tensor_hash(tensor) == sha256: return tensor
+        raise UserError(f"{path} was altered: its sha256 is another one; make the dump again with `infc compile MODEL --dump NEW_FOLDER`")
     except FileNotFoundError as error:
         raise UserError(f"{path} is missing: the dump is not whole, make it again with `infc compile MODEL --dump NEW_FOLDER`") from error
     except (OSError, SafetensorError, KeyError) as error:
@@ -98,7 +101,10 @@ def load(path: Path) -> dict[str, Any]:
     """The JSON file of a stage, from its path or that of its .py or .txt twin."""
     file = path.with_suffix(".json")
     try:
-        return json.loads(file.read_text())
+        stage = json.loads(file.read_text())
+        if isinstance(stage, dict) and isinstance(stage.get("weights"), dict) and isinstance(stage.get("run"), dict):
+            return stage
+        raise UserError(f"{file} is no stage that can run: make the dump again")
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}; a stage needs the files beside it, run it inside its dump folder") from error
     except ValueError as error:
@@ -177,5 +183,8 @@ def main(forward: Forward, file: str) -> int:
     except UserError as error:
         print(f"infc: {error.message}", file=sys.stderr)
         return error.exit_code
-    print(json.dumps(report, indent=1) if asked.json else "\n".join(_lines(report)))
+    try:
+        print(json.dumps(report, indent=1) if asked.json else "\n".join(_lines(report)), flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())         # the reader left: nobody to tell
     return 0 if report["passed"] else 1

@@ -21,7 +21,7 @@ def collect(artifact: Artifact, peaks: Peaks | None = None, measured: Mapping[st
     {"golden": runtime.golden.GoldenReport as data, "kernels": roofline.Measured, "phases": {phase name: seconds}}.
     Raises RuntimeFault when a file of the artifact is damaged.
     """
-    manifest, report = artifact.manifest, artifact.report()
+    manifest, report = artifact.manifest, artifact.report("passes", "coverage", "graph_error", "seconds")
     programs = [artifact.program(bucket.name) for bucket in manifest.buckets]
     size = sum(info.bytes for info in manifest.files.values())
     return {

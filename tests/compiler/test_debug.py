@@ -11,7 +11,7 @@ from planted import FP32, TAIL, decoder, plant
                                                      ("CHECK", "3", debug.check)])
 def test_a_wrong_value_is_named(name, value, read, monkeypatch):
     monkeypatch.setenv(f"INFC_{name}", value)
-    with pytest.raises(UserError, match=rf"INFC_{name}='{value}': expected a whole number"):
+    with pytest.raises(UserError, match=rf"INFC_{name}='{value}': expected {'0 or 1' if name == 'EAGER' else 'a whole number'}"):
         read()
 
 

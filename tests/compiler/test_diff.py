@@ -196,9 +196,14 @@ def test_several_budgets_and_their_lines():
     ("memory>+5%;unfused>0", "cannot read"), ("", "--fail-on is empty"), (" , ", "--fail-on is empty"),
     ("kernels>3MB", "no number of bytes"),
     ("weights>1MB", "not known of B"), ("weights>+1MB", "not known of A and B"), ("bench.decode.1.ms>1", "give --bench A.json B.json"),
-    ("fired.fuse_rop<3", "did you mean 'fired.fuse_rope'"), ("memory=>3", "cannot read"), ("memory>five", "cannot read")])
+    ("fired.fuse_rop<3", "did you mean 'fired.fuse_rope'"), ("memory>1e400", "no finite limit"),
+    ("memory=>3", "cannot read"), ("memory>five", "cannot read")])
 def test_a_budget_that_cannot_be_judged_is_an_error(budget, line):
     with pytest.raises(UserError, match=line): judge(budget, A, B)
+
+
+def test_a_budget_on_what_is_not_a_number_is_an_error():
+    with pytest.raises(UserError, match="memory is not a number"): judge("memory>+5%", A, {**B, "memory": math.nan})
 
 
 def test_an_operator_nobody_calls_is_noted():

@@ -145,12 +145,14 @@ def test_a_stage_that_cannot_run_says_why(tmp_path):
     assert not (tmp_path / "01-cut.py").exists() and (tmp_path / "01-cut.txt").exists()
 
 
-@pytest.mark.parametrize("harm", ["missing", "damaged"])
+@pytest.mark.parametrize("harm", ["missing", "damaged", "altered"])
 def test_a_damaged_dump_is_one_line(tiny, tmp_path, harm, capsys, monkeypatch):
     folder = shutil.copytree(tiny, tmp_path / "copy")
     file = stages(folder)[0]
     victim = folder / "weights" / stage.file_name(stage.load(file)["weights"]["model_embed_tokens_weight"]["sha256"])
-    victim.unlink() if harm == "missing" else victim.write_bytes(b"no tensor")
+    harms = {"missing": lambda: victim.unlink(), "damaged": lambda: victim.write_bytes(b"no tensor"),
+             "altered": lambda: victim.write_bytes(victim.read_bytes()[:-1] + b"\x7f")}
+    harms[harm]()
     monkeypatch.setattr(sys, "argv", [str(file)])
     assert stage.main(forward_of(file), str(file)) == 2
     said = capsys.readouterr().err

@@ -120,7 +120,7 @@ def test_a_wrong_expectation(text, message):
 
 
 def counted(name: str) -> dict[str, int]:
-    listed = driver.passes_of(name, driver.Options(check="off"), lambda event: None).json()
+    listed = driver.passes_of(name, driver.Options(check="off"), lambda event: None)[0].json()
     assert not [miss for one in listed for miss in one["misses"] + one["refused"]], "every miss is explained by a fix, or is none"
     return {one: misses.total(listed, one)["fired"] for one in models.table()[name].expect}
 
@@ -144,7 +144,8 @@ def test_expect_fails_a_compile(tmp_path):
 
 def test_explain_a_pass_of_an_artifact():
     found = json.loads(infc("explain", tiny(), "--pass", "fuse_rope", "--json").stdout)
-    assert found == {"name": "fuse_rope", "fired": 2, "refused": [], "misses": []}
+    assert found == {"name": "fuse_rope", "fired": 2, "refused": [], "misses": [],
+                     "places": [{"where": "model.rotary", "nodes": 2}]}
     assert "fuse_rope: fired 2, refused 0, nearly matched 0" in infc("explain", tiny(), "--pass", "fuse_rope").stdout
 
 

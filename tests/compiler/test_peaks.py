@@ -1,5 +1,6 @@
 """Peaks are kept once measured, under a key of all that decides them; nothing here times anything."""
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,6 +63,15 @@ def test_damaged_or_older_peaks_are_measured_again(cache: Path, text: str):
     (cache / "k.json").write_text(text)
     assert peaks.cached("k", lambda: PEAKS, notes.append) == PEAKS
     assert "measuring" in notes[0] and json.loads((cache / "k.json").read_text())["cpu"] == "a test"
+
+
+@pytest.mark.parametrize("value", [math.nan, 0, -5, "x", math.inf, None])
+def test_impossible_figures_are_measured_again(cache: Path, value: object):
+    notes: list[str] = []
+    peaks.cached("k", lambda: PEAKS)
+    kept = json.loads((cache / "k.json").read_text())
+    (cache / "k.json").write_text(json.dumps(kept | {"read_gb_s": value}))
+    assert peaks.cached("k", lambda: PEAKS, notes.append) == PEAKS and "of no use (read_gb_s cannot be)" in notes[0]
 
 
 def test_a_cache_that_cannot_be_written_costs_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

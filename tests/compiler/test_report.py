@@ -233,7 +233,7 @@ def test_bad_input_is_one_line(tmp_path: Path):
     cases = [
         (("report", tmp_path / "none.infc"), "no such artifact"), (("report", other, "-o", tmp_path / "x.html"), "schema"),
         (("report", tiny(), "-o", tmp_path), "is a folder"), (("report", tiny(), "-o", tmp_path / "no" / "x.html"), "there is no folder"),
-        (("report", "tiny"), "infc compile tiny")]
+        (("report", tiny(), "-o", "/dev/null", "--force"), "is no regular file"), (("report", "tiny"), "infc compile tiny")]
     for command, said in cases:
         done = infc(*command)
         assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1, (command, done.stderr)
