@@ -255,6 +255,8 @@ def diff(
         _print_json(report)
     elif not quiet:
         console.differs(report)
+    else:                                                            # a budget on what is nowhere is not passed unseen
+        print("".join(f"infc: {line}\n" for line in report["notes"]), end="", file=sys.stderr)
     for broken in report["broken"]:
         print(f"infc: {broken['text']}", file=sys.stderr)
     if report["broken"]:
@@ -372,7 +374,12 @@ def measure(
     note = None if quiet else lambda text: print(f"  {text}", file=sys.stderr)
     report = core.measure(_existing(artifact), work, threads=threads, note=note)
     if output:
-        output.write_text(_json(report) + "\n")
+        aside = output.with_name(f".{output.name}.{os.getpid()}")    # whole, or not there
+        try:
+            aside.write_text(_json(report) + "\n")
+            os.replace(aside, output)
+        finally:
+            aside.unlink(missing_ok=True)
     if as_json:
         _print_json(report)
     elif not quiet:

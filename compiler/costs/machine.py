@@ -31,10 +31,11 @@ def known_peaks(isa: str, threads: int) -> peaks.Peaks | None:
 
 def machine_peaks(isa: str, threads: int, note: Callable[[str], object] = lambda line: None) -> peaks.Peaks:
     """The peaks, measured now if they never were. Raises UserError without a C++ compiler."""
+    return peaks.cached(key(isa, threads), lambda: peaks_now(isa, threads), note)
 
-    def measure() -> peaks.Peaks:
-        from ...backends.cpu.peaks import measure  # torch, numpy and a compile: only this once
 
-        return measure(this_cpu().name, isa, threads)
+def peaks_now(isa: str, threads: int) -> peaks.Peaks:
+    """The peaks of this minute; kept ones stay as they are. Raises UserError without a C++ compiler."""
+    from ...backends.cpu.peaks import measure  # torch, numpy and a compile: only then
 
-    return peaks.cached(key(isa, threads), measure, note)
+    return measure(this_cpu().name, isa, threads)

@@ -2,7 +2,9 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from .test_cost import PEAKS
 def peaks(monkeypatch: pytest.MonkeyPatch) -> Peaks:
     """Peaks of no machine: nothing is measured for them."""
     monkeypatch.setattr(explain, "machine_peaks", lambda isa, threads, note: PEAKS)
+    monkeypatch.setattr(explain, "peaks_now", lambda isa, threads: PEAKS)
     return PEAKS
 
 
@@ -35,6 +38,16 @@ def test_the_report_is_plain_data_of_every_phase(report: dict[str, Any]):
     assert [p["name"] for p in report["phases"]] == [
         "decode 1 x 4", "decode 1 x 40", "decode 3 x 4", "decode 3 x 40", "prefill 8 at 0", "prefill 8 at 8"]
     assert {"decode 1 x 4", "prefill 8 at 8"} <= {b["phase"] for b in report["levers"]} and report["worth"] == 1.05
+
+
+@pytest.mark.parametrize(("seconds", "quiet", "again"), [(0.1, True, False), (0.04, True, True), (0.04, False, False), (0.2, True, True)])
+def test_peaks_are_taken_again_at_another_read_rate(monkeypatch: pytest.MonkeyPatch, seconds: float, quiet: bool, again: bool):
+    """PEAKS reads 10 GB/s; 1 GB in 0.1 s is that rate."""
+    fresh, notes = replace(PEAKS, exposed=0.9, quiet=quiet), list[str]()
+    monkeypatch.setattr(explain, "peaks_now", lambda isa, threads: fresh)
+    model = SimpleNamespace(memory=lambda: {"weights": 10**9}, executor=SimpleNamespace(read_weights=lambda: int(seconds * 1e9)))
+    found = explain._of_this_minute(PEAKS, model, {"isa": "x", "weight_bytes": 10**9}, 2, notes.append)
+    assert found is (fresh if again else PEAKS) and bool(notes) is (seconds != 0.1)
 
 
 def test_a_phase_adds_up(report: dict[str, Any]):
