@@ -10,14 +10,12 @@ prompts are longer than the samples that passes are judged on, and no pass was j
 """
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import fx
 
-from .contracts import run_fp64, run_plain
+from .contracts import run_fp64, run_plain, run_rounded
 from .errors import CheckFailed
-from .ir import Graph, evaluate
+from .ir import Graph
 from .ops import BLOCK
 from .step_batch import Pool, step_inputs
 
@@ -73,7 +71,7 @@ def golden(captured: Graph, graph: Graph, buckets: Sequence[int]) -> Golden:
             raise CheckFailed("the optimized graph gives logits that are not finite, where fp64 gives finite ones")
         worst = max(worst, float((own.double() - truth).abs().max()))
         largest = max(largest, float(truth.abs().max()))
-        eager = _run_bf16(captured, (ids, positions))[0, rows] if _narrow(graph) else plain
+        eager = run_rounded(captured, (ids, positions), torch.bfloat16)[0][0, rows] if _narrow(graph) else plain
         allowed = max(allowed, float((eager.double() - truth).abs().max()))
         cases.append(Case(ids[0].tolist(), rows, truth.float()))
     ulp = torch.finfo(torch.float32).eps * largest
@@ -86,28 +84,6 @@ def golden(captured: Graph, graph: Graph, buckets: Sequence[int]) -> Golden:
 
 def _narrow(graph: Graph) -> bool:
     return any(weight.dtype == torch.bfloat16 for weight in graph.weights.values())
-
-
-def _run_bf16(graph: Graph, sample: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The first output where weights and every operator's result that depends on a weight of two dims are rounded to bf16.
-
-    Angles and masks, which positions alone decide, stay as they are, as in Hugging Face's models.
-    """
-    matrices = {name for name, weight in graph.weights.items() if weight.is_floating_point() and weight.dim() > 1}
-    active: set[fx.Node] = set()
-    for node in graph.nodes:
-        if any(n in active or n.target in matrices for n in node.all_input_nodes): active.add(node)
-
-    def call(node: fx.Node, args: tuple, kwargs: dict) -> Any:
-        value = node.target(*args, **kwargs)               # type: ignore[operator]
-        return _rounded(value) if node in active and isinstance(value, torch.Tensor) else value
-
-    weights = {name: _rounded(weight) if name in matrices else weight for name, weight in graph.weights.items()}
-    return evaluate(graph, [t.clone() for t in sample], weights, call)[0]
-
-
-def _rounded(value: torch.Tensor) -> torch.Tensor:
-    return value.to(torch.bfloat16).to(value.dtype) if value.dtype == torch.float32 else value
 
 
 def _check_computable(truth: torch.Tensor, own: torch.Tensor, who: str) -> None:

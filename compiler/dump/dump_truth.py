@@ -5,12 +5,11 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, fx
-from torch.utils._pytree import tree_map
+from torch import Tensor
 
-from ..contracts import SAME_FUNCTION, run_fp64, run_plain
+from ..contracts import SAME_FUNCTION, run_fp64, run_plain, run_rounded
 from ..frontends.samples import DecoderSamples
-from ..ir import DTYPE_NAMES, Graph, evaluate
+from ..ir import DTYPE_NAMES, Graph
 from .stage import worst_error
 
 TOKENS = 37
@@ -56,22 +55,8 @@ class Capture:
         return max((torch.finfo(f.dtype).eps for f in fakes if isinstance(f, Tensor) and f.is_floating_point()), default=0.0)
 
     def rounded(self, dtype: torch.dtype) -> float:
-        """The captured graph's error with matrices and every result that depends on one rounded to `dtype`: eager PyTorch in it."""
-        def narrow(value: Any) -> Any:
-            return value.to(dtype).to(value.dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-
-        active: set[fx.Node] = set()                              # angles and masks come from positions alone and stay wide
-        for node in self.graph.nodes:
-            weight = self.graph.weight(node)
-            if (weight is not None and weight.dim() > 1) or any(used in active for used in node.all_input_nodes):
-                active.add(node)
-
-        def call(node: fx.Node, args: tuple, kwargs: dict) -> Any:
-            value = node.target(*args, **kwargs)                  # type: ignore[operator]
-            return tree_map(narrow, value) if node in active else value
-
-        weights = {name: narrow(w) if w.dim() > 1 else w for name, w in self.graph.weights.items()}
-        return worst_error(self._named(evaluate(self.graph, self.sample, weights, call)), self.truth)
+        """The captured graph's error in eager PyTorch of that dtype."""
+        return worst_error(self._named(run_rounded(self.graph, self.sample, dtype)), self.truth)
 
     def bounds(self, graph: Graph, approximate: str) -> dict[str, dict[str, Any]]:
         """What a stage may be off: as DESIGN's EXACT until the pass `approximate` fired; from there as eager PyTorch in its dtype."""
