@@ -10,10 +10,19 @@ from ..runtime.program import DIMS
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight in a physical layout; packed once per (placeholder, layout), whatever the number of buckets."""
+    """A weight in a physical layout; packed once per (placeholder, layout), whatever the number of buckets.
+
+    parts: more weights that lie in the same layout, in its order: the scales of codes.
+    """
 
     node: fx.Node
     layout: str
+    parts: tuple[fx.Node, ...] = ()
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """Every weight that is packed into it."""
+        return self.node, *self.parts
 
 
 @dataclass(frozen=True)

@@ -68,12 +68,12 @@ def build(
     units: Sequence[Unit],
     context: Context,
     store: Store,
-    pack: Callable[[torch.Tensor, str], np.ndarray],
+    pack: Callable[..., np.ndarray],
     cost: Callable[[Unit, Context], tuple[int, int]],
 ) -> Program:
     """The program of one bucket.
 
-    units: in the order they run, each with a backend that lowers it. pack: (tensor, layout) -> packed array.
+    units: in the order they run, each with a backend that lowers it. pack: (layout, *tensors) -> packed array.
     cost: (unit, context) -> flops and bytes at the bucket's maxima.
     """
     places: list[_Place] = []
@@ -169,7 +169,7 @@ def _outputs(graph: Graph) -> Iterable[fx.Node]:
 
 def _weight(
     graph: Graph, weight: Weight, store: Store, packed: dict[tuple[str, str], int],
-    place: Callable[[_Place], int], pack: Callable[[torch.Tensor, str], np.ndarray],
+    place: Callable[[_Place], int], pack: Callable[..., np.ndarray],
 ) -> int:
     name, layout = weight.node.name, weight.layout
     if (name, layout) in packed:
@@ -177,7 +177,7 @@ def _weight(
     key = f"{name}:{layout}"
     tensor = graph.weights[name]
     if key not in store.weights:
-        store.weights[key] = pack(tensor, layout)
+        store.weights[key] = pack(layout, *(graph.weights[node.name] for node in weight.nodes))
         store.weight_dtypes[key] = DTYPES[tensor.dtype]
     shape = tuple(int(size) for size in tensor.shape)
     spot = place(_Place(name, "weight", DTYPES[tensor.dtype], shape, store.weights[key].nbytes, tensor=key))

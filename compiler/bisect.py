@@ -85,7 +85,7 @@ class Search:
 
     @property
     def pass_options(self) -> dict[str, Any]:
-        return {"dtype": self.options.dtype, "max_sequences": self.options.max_sequences}
+        return driver.pass_options(self.options)
 
     def ran(self, what: str, good: bool | None, left: int = 0) -> None:
         """Count a run and tell its outcome."""
@@ -121,7 +121,7 @@ def bisect(
 
 def _by_answers(search: Search) -> Found:
     search.phase("passes", "running all passes once")
-    prefixes = Prefixes(search.captured, passes.pipeline(search.options.dtype), search.pass_options)
+    prefixes = Prefixes(search.captured, passes.pipeline(search.options.dtype, search.options.quant != "none"), search.pass_options)
     graphs = Graphs(search, prefixes)
     search.phase("rewrites", f"{prefixes.total} rewrites")
     if graphs.fault(prefixes.total) is not None:
@@ -235,7 +235,7 @@ def _first_kernel(search: Search, rewrites: int, artifact: Path, bounds: driver.
 
 def _by_command(search: Search, command: str) -> Found:
     search.phase("passes", "running all passes once")
-    chosen = passes.pipeline(search.options.dtype)
+    chosen = passes.pipeline(search.options.dtype, search.options.quant != "none")
     always = needed_for(LAST_NEEDED, chosen)
     prefixes = Prefixes(search.captured, chosen, search.pass_options, lambda index: chosen[index].name in always)
     if prefixes.failed: raise prefixes.failed

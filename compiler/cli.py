@@ -60,6 +60,8 @@ def compile_model(
         Literal["off", "fast", "strict"], typer.Option(help="each pass: the graph's form; and its contract; on many more samples")
     ] = "fast",
     keep_going: Annotated[bool, typer.Option("--keep-going", help="leave out a pass that breaks its contract, and say so")] = False,
+    quant: Annotated[str, typer.Option(help="weights and what they meet: w8, w4, w8a8, w4:g128:asym ...")] = "none",
+    quant_method: Annotated[str, typer.Option(help="how codes are chosen: rtn, mse")] = "rtn",
     buckets: Annotated[str | None, typer.Option(help="token counts, like 1,16,256 [default: chosen]", show_default=False)] = None,
     max_sequences: Annotated[int, typer.Option(min=1, help="sequences in one step")] = 16,
     strict: Annotated[bool, typer.Option("--strict", help="fail where a step would fall back")] = False,
@@ -89,7 +91,7 @@ def compile_model(
         options = driver.Options(
             target, dtype, allow, check, _counts("buckets", buckets) if buckets else driver.BUCKETS, max_sequences=max_sequences,
             strict=strict, dump=dump, dump_asm=dump_asm, force=force, reuse=reuse, keep_going=keep_going,
-            expect=misses.counts(expect or (), passes.PIPELINE))
+            quant=quant, quant_method=quant_method, expect=misses.counts(expect or (), passes.PIPELINE))
         result = driver.compile(model, output, options=options, on_event=report).json()
     if as_json:
         _print_json(result)

@@ -39,6 +39,8 @@ from .graph_json import graph_json
 from .ir import Graph, text
 from .pipeline import PassResult, PipelineReport, run_pipeline
 from .placement import Placement, Unit, place
+from .quant.plan import Plan
+from .quant.scheme import parse
 from .reuse import Entry, cache_folder
 
 if TYPE_CHECKING:
@@ -68,6 +70,8 @@ class Options:
     reuse: bool = True                                # copy a finished compile of the same model, options, sources and toolchain
     expect: tuple[tuple[str, int], ...] = ()          # (pass, how often it must fire), else CheckFailed
     keep_going: bool = False                          # drop a pass that breaks its contract, rather than fail
+    quant: str = "none"                               # a scheme (compiler.quant.scheme) for every weight
+    quant_method: str = "rtn"                         # how codes are chosen
 
 
 @dataclass(frozen=True)
@@ -254,6 +258,9 @@ def _check(options: Options) -> None:
         raise UserError(f"unknown dtype {options.dtype!r}: choose one of {', '.join(DTYPES)}")
     if options.dtype == "bf16" and options.allow != "approximate":
         raise UserError(f"--allow {options.allow} forbids rounding weights to bf16, which is approximate: add --dtype fp32")
+    _plan(options)
+    if options.quant != "none" and options.allow != "approximate":
+        raise UserError(f"--allow {options.allow} forbids --quant {options.quant}, which is approximate: choose one of them")
     if not options.buckets or any(b < 1 for b in options.buckets):
         raise UserError(f"buckets are {list(options.buckets)}: give at least one number of tokens, each 1 or more")
     if max(options.buckets) > MAX_BUCKET:
@@ -286,10 +293,21 @@ def _run_passes(graph: Graph, options: Options, listen: Listener) -> PipelineRep
                 before.splitlines(True), after.splitlines(True), f"before {result.name}", f"after {result.name}", n=0))))
             before = after
 
-    chosen = passes.pipeline(options.dtype)
+    chosen = passes.pipeline(options.dtype, options.quant != "none")
     return run_pipeline(
         graph, chosen, allow=options.allow, check=options.check, dump=options.dump, progress=tell,   # type: ignore[arg-type]
-        options={"dtype": options.dtype, "max_sequences": options.max_sequences}, keep_going=options.keep_going, needed=passes.NEEDED)
+        options=pass_options(options), keep_going=options.keep_going, needed=passes.NEEDED)
+
+
+def pass_options(options: Options) -> dict[str, Any]:
+    """What passes may read of a compile's options."""
+    return {"dtype": options.dtype, "max_sequences": options.max_sequences, "quantization": _plan(options)}
+
+
+def _plan(options: Options) -> Plan | None:
+    """What the options ask to be quantized; UserError for what they do not spell right."""
+    scheme = parse(options.quant)
+    return None if scheme is None else Plan(scheme, options.quant_method)
 
 
 def _backend(kind: str) -> Any:

@@ -1,5 +1,8 @@
 """Golden cases: what the captured model says in fp64, and how far a program of the optimized graph may be from it.
 
+A quantized model is another one: its cases are what its own graph says in fp64, and how far that is from the captured model is
+the quality gate's question.
+
 The bound is measured, not chosen: twice the worst error of the optimized graph itself, run operator by operator in eager
 PyTorch in its own dtypes, plus one ulp of the largest logit. A kernel may round in another order; it may not be a
 different function.
@@ -16,7 +19,7 @@ import torch
 from .contracts import run_fp64, run_plain, run_rounded
 from .errors import CheckFailed
 from .ir import Graph
-from .ops import BLOCK
+from .ops import BLOCK, infc
 from .step_batch import Pool, step_inputs
 
 ROWS = 8
@@ -25,6 +28,8 @@ ROWS = 8
 SHORT = (1, 9, 37, 140)
 """Lengths besides the one that reaches the largest bucket: one token, less and more than one block of the KV pool, and more than
 the four blocks that the CPU kernel takes at once, so that partial sums of attention are put together."""
+
+CODED = {infc.linear_quantized.default, infc.linear_swiglu_quantized.default, infc.embedding_quantized.default, infc.dequantize.default}
 
 COMPUTABLE = 0.01
 """Largest error of eager fp32, as a share of the largest logit, at which a model still has an answer."""
@@ -56,30 +61,40 @@ def lengths(buckets: Sequence[int], max_positions: int) -> list[int]:
 
 
 def golden(captured: Graph, graph: Graph, buckets: Sequence[int]) -> Golden:
-    """Cases from the captured graph in fp64, and the bound from the optimized step graph in eager PyTorch."""
+    """Cases in fp64 from the captured graph (from the step graph, where it is quantized); the bound from the latter in eager PyTorch."""
     assert captured.sample_inputs is not None
     cases: list[Case] = []
     worst, largest, allowed = 0.0, 0.0, 0.0
     for seed, length in enumerate(lengths(buckets, int(captured.meta["max_positions"]))):
         ids, positions = captured.sample_inputs(1, length, seed)
         rows = list(range(max(0, length - ROWS), length))
-        truth = run_fp64(captured, (ids, positions))[0][0, rows]
-        plain = run_plain(captured, (ids, positions))[0][0, rows]
-        _check_computable(truth, plain, "the model as captured, in eager fp32,")
-        own = run_plain(graph, step_sample(graph, ids[0], rows))[graph.outputs.index("logits")]
+        step, logits = step_sample(graph, ids[0], rows), graph.outputs.index("logits")
+        own = run_plain(graph, step)[logits]
+        if quantized(graph):
+            truth, eager = run_fp64(graph, step)[logits], run_rounded(graph, step, torch.bfloat16)[logits]
+        else:
+            plain = run_plain(captured, (ids, positions))[0][0, rows]
+            truth = run_fp64(captured, (ids, positions))[0][0, rows]
+            eager = run_rounded(captured, (ids, positions), torch.bfloat16)[0][0, rows] if _narrow(graph) else plain
+            _check_computable(truth, plain, "the model as captured, in eager fp32,")
         if not bool(own.isfinite().all()):
             raise CheckFailed("the optimized graph gives logits that are not finite, where fp64 gives finite ones")
         worst = max(worst, float((own.double() - truth).abs().max()))
         largest = max(largest, float(truth.abs().max()))
-        eager = run_rounded(captured, (ids, positions), torch.bfloat16)[0][0, rows] if _narrow(graph) else plain
         allowed = max(allowed, float((eager.double() - truth).abs().max()))
         cases.append(Case(ids[0].tolist(), rows, truth.float()))
     ulp = torch.finfo(torch.float32).eps * largest
     allowed = 2 * allowed + ulp
     if not worst <= allowed:
+        yardstick = "bf16" if _narrow(graph) or quantized(graph) else "fp32"
         raise CheckFailed(f"the optimized graph is not the model: its logits are {worst:.3g} off those of fp64, and {allowed:.3g} is "
-                          f"allowed after eager PyTorch in {'bf16' if _narrow(graph) else 'fp32'}: use --check strict, or infc bisect")
+                          f"allowed after eager PyTorch in {yardstick}: use --check strict, or infc bisect")
     return Golden(cases, 2 * worst + ulp, worst)
+
+
+def quantized(graph: Graph) -> bool:
+    """Does it hold weights as codes?"""
+    return any(node.target in CODED for node in graph.nodes)
 
 
 def _narrow(graph: Graph) -> bool:

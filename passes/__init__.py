@@ -21,6 +21,9 @@ PIPELINE = (
     "fuse_rope_kv_write",    # needs the merged product and the cache
     "merge_common",
     "drop_dead",
+    "quantize_weights",      # merged weights, so that what is read together has one format
+    "quantize_activations",  # what those products read
+    "fuse_quantized_linear",
     "narrow_dtype",          # last: every earlier pass is judged in fp32
 )
 
@@ -33,6 +36,10 @@ def load(name: str) -> AnyPass:
     return import_module(f".{name}", __package__).PASS
 
 
-def pipeline(dtype: str) -> list[AnyPass]:
-    """The passes of a compile, in order. fp32 needs no narrowing."""
-    return [load(name) for name in PIPELINE if name != "narrow_dtype" or dtype != "fp32"]
+QUANTIZATION = ("quantize_weights", "quantize_activations", "fuse_quantized_linear")
+
+
+def pipeline(dtype: str, quantized: bool = False) -> list[AnyPass]:
+    """The passes of a compile, in order. fp32 needs no narrowing; without a quantization its passes have nothing to do."""
+    left_out = ({"narrow_dtype"} if dtype == "fp32" else set()) | (set() if quantized else set(QUANTIZATION))
+    return [load(name) for name in PIPELINE if name not in left_out]

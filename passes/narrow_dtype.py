@@ -5,24 +5,21 @@ that makes it (its out_dtype) where nobody needs it wide, else by a cast; produc
 APPROXIMATE: next-token distributions may not be further (KL) from the fp32 graph's than those of eager bf16 PyTorch.
 """
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_map
 
+from ..compiler.divergence import NARROW, WIDE, converted, divergences, input_dtypes
 from ..compiler.errors import CheckFailed
-from ..compiler.ir import Graph, argument, evaluate, fake_mode, fake_propagate
-from ..compiler.judge import samples
+from ..compiler.ir import Graph, argument, fake_mode, fake_propagate
 from ..compiler.layout import MOVES
 from ..compiler.ops import aten, infc
 from ..compiler.rewrite import APPROXIMATE, Measured, Pass, Report, emit
-from ..compiler.step_batch import StepSamples
 
-NARROW, WIDE = torch.bfloat16, torch.float32
 PRODUCTS = {infc.linear.default, infc.linear_swiglu.default}
 CACHE_OPS = {infc.kv_write.default, infc.rope_kv_write.default, infc.paged_attention.default}
 SELECTS = MOVES - {aten.cat.default, aten.stack.default, operator.getitem} | {aten.index_select.default}
@@ -50,7 +47,7 @@ def run(graph: Graph, report: Report) -> int:
         fired += 1
     if fired:
         for cast in casts.values(): _absorb(cast)
-        if graph.sample_inputs is not None: graph.sample_inputs = SamplesAs(graph.sample_inputs, _dtypes(graph))
+        if graph.sample_inputs is not None: graph.sample_inputs = SamplesAs(graph.sample_inputs, input_dtypes(graph))
         fake_propagate(graph, accept_changes=True)
     return fired
 
@@ -142,20 +139,11 @@ class SamplesAs:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         found = self.samples(*args, **kwargs)
-        return [_converted(s, self.dtypes) for s in found] if isinstance(found, list) else _converted(found, self.dtypes)
+        return [converted(s, self.dtypes) for s in found] if isinstance(found, list) else converted(found, self.dtypes)
 
     def thorough(self) -> list[tuple[Tensor, ...]]:
         """All of them, for strict checks."""
-        return [_converted(s, self.dtypes) for s in getattr(self.samples, "thorough", self.samples)()]
-
-
-def _converted(sample: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> tuple[Tensor, ...]:
-    return tuple(t.to(dtype) for t, dtype in zip(sample, dtypes, strict=True))
-
-
-def _dtypes(graph: Graph) -> tuple[torch.dtype, ...]:
-    placeholders = graph.placeholders
-    return tuple(placeholders[name].meta["val"].dtype for name in graph.inputs + graph.kv)
+        return [converted(s, self.dtypes) for s in getattr(self.samples, "thorough", self.samples)()]
 
 
 # ------------------------------------------------------------------------------------------------------------ the bound
@@ -166,53 +154,6 @@ def check(before: Graph, after: Graph) -> Measured:
     if not ours <= eager:
         raise CheckFailed(f"KL to fp32 is {ours:.3g}, of eager bf16 it is {eager:.3g}")
     return Measured(ours, eager, "nats, mean KL(fp32 || ours) of next-token distributions: what eager bf16 PyTorch has")
-
-
-def divergences(before: Graph, after: Graph) -> tuple[float, float]:
-    """Mean KL of next-token distributions, for a step graph over whole prompts: (fp32 || ours, fp32 || eager bf16)."""
-    changed = {name for name, w in after.weights.items() if name in before.weights and w.dtype != before.weights[name].dtype}
-    index = before.outputs.index("logits") if "logits" in before.outputs else len(before.outputs) - 1
-    every = before.sample_inputs.prompts() if isinstance(before.sample_inputs, StepSamples) else samples(before, "fast")
-    ours, eager, dtypes = [], [], _dtypes(after)
-    for sample in every:
-        truth = before.run(*map(torch.clone, sample))[index]
-        ours.append(_divergence(truth, after.run(*map(torch.clone, _converted(sample, dtypes)))[index]))
-        eager.append(_divergence(truth, _run_eager_bf16(before, sample, changed)[index]))
-    return float(torch.cat(ours).mean()), float(torch.cat(eager).mean())
-
-
-def _divergence(truth: Tensor, other: Tensor) -> Tensor:
-    p, q = (t.double().log_softmax(-1) for t in (truth, other))
-    return (p.exp() * (p - q)).sum(-1).flatten()
-
-
-def _run_eager_bf16(graph: Graph, sample: tuple[Tensor, ...], narrow: set[str]) -> tuple[Any, ...]:
-    """What PyTorch computes with bf16 weights and activations: each operator in fp32 inside, its result rounded to bf16.
-
-    Everything downstream of a narrow weight is an activation. Angles and masks come from positions alone and stay fp32,
-    as they do in Hugging Face's models.
-    """
-    active: set[fx.Node] = set()
-    for node in graph.nodes:
-        if any(n in active or (str(n.target) in narrow and n.op == "placeholder") for n in node.all_input_nodes):
-            active.add(node)
-    weights = {name: _rounded(graph.weights[name]) if any(u in active for u in node.users) else graph.weights[name]
-               for name, node in graph.placeholders.items() if name in graph.weights}
-
-    def call(node: fx.Node, args: tuple, kwargs: dict) -> Any:
-        result = node.target(*args, **kwargs)               # type: ignore[operator]
-        if node not in active:
-            return result
-        if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
-            for found, value in zip(node.target._schema.arguments, args, strict=False):
-                if found.is_write: value.copy_(_rounded(value))
-        return tree_map(_rounded, result)
-
-    return evaluate(graph, [t.clone() for t in sample], weights, call)
-
-
-def _rounded(value: Any) -> Any:
-    return value.to(NARROW).to(WIDE) if isinstance(value, Tensor) and value.dtype == WIDE else value
 
 
 PASS = Pass("narrow_dtype", run, APPROXIMATE, check=check)

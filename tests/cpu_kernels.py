@@ -105,7 +105,7 @@ class Library:
                 keep.append(room)
                 pointers.append(room.ctypes.data + GUARD)
             elif isinstance(arg, Weight):
-                packed = LAYOUTS[arg.layout](tensors[arg.node.name])
+                packed = LAYOUTS[arg.layout](*(tensors[node.name] for node in arg.nodes))
                 keep.append(packed)
                 pointers.append(packed.ctypes.data)
             else:

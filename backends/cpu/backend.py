@@ -53,9 +53,9 @@ def backends() -> tuple[Backend, ...]:
     return Kernels(), Loops(printer.launch), Aten()
 
 
-def pack(tensor: torch.Tensor, layout: str) -> np.ndarray:
-    """A weight as the kernels read it."""
-    return LAYOUTS[layout](tensor)
+def pack(layout: str, *tensors: torch.Tensor) -> np.ndarray:
+    """A weight as the kernels read it; several tensors where its layout holds codes and their scales."""
+    return LAYOUTS[layout](*tensors)
 
 
 def tensors(store: Store) -> dict[str, Tensor]:

@@ -44,14 +44,14 @@ def _interleaved(w: Tensor) -> Tensor:
     return torch.stack((gate.view(-1, COLUMNS // 2, w.shape[1]), up.view(-1, COLUMNS // 2, w.shape[1])), 1).flatten(0, 2)
 
 
-LAYOUTS: dict[str, Callable[[Tensor], np.ndarray]] = {
+LAYOUTS: dict[str, Callable[..., np.ndarray]] = {
     "plain": _bits,
     "f32_n32": lambda w: _panels(w, torch.float32),                              # [N/32][K][32]
     "bf16_n32k2": lambda w: _panels(w, torch.bfloat16),                          # [N/32][K/2][32][2]
     "f32_n32_swiglu": lambda w: _panels(_interleaved(w), torch.float32),
     "bf16_n32k2_swiglu": lambda w: _panels(_interleaved(w), torch.bfloat16),
 }
-"""Layout name -> the function that packs a weight into it."""
+"""Layout name -> the function that packs a weight, or codes, scales and perhaps offsets, into it."""
 
 
 def unpack(packed: np.ndarray, layout: str, shape: tuple[int, ...]) -> Tensor:

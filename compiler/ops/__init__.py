@@ -3,9 +3,11 @@ import torch
 
 from .add_rms_norm import add_rms_norm
 from .attention import attention
+from .dequantize import dequantize, dequantize_rows, quantize_rows
 from .kv_write import BLOCK, kv_write
 from .layer_norm import layer_norm
 from .linear import linear
+from .linear_quantized import embedding_quantized, linear_quantized, linear_swiglu_quantized
 from .linear_swiglu import linear_swiglu
 from .paged_attention import paged_attention
 from .registry import Cost, Operator, arguments, by_name, cost_of, names, nbytes, operator, operator_of
@@ -19,7 +21,8 @@ aten = torch.ops.aten
 infc = torch.ops.infc
 
 __all__ = [
-    "BLOCK", "Cost", "Operator", "add_rms_norm", "arguments", "aten", "attention", "by_name", "cost_of", "infc",
-    "kv_write", "layer_norm", "linear", "linear_swiglu", "names", "nbytes", "operator", "operator_of",
-    "paged_attention", "rms_norm", "rope", "rope_kv_write", "sample", "swiglu",
+    "BLOCK", "Cost", "Operator", "add_rms_norm", "arguments", "aten", "attention", "by_name", "cost_of",
+    "dequantize", "dequantize_rows", "embedding_quantized", "infc", "kv_write", "layer_norm", "linear",
+    "linear_quantized", "linear_swiglu", "linear_swiglu_quantized", "names", "nbytes", "operator", "operator_of",
+    "paged_attention", "quantize_rows", "rms_norm", "rope", "rope_kv_write", "sample", "swiglu",
 ]

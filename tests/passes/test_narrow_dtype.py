@@ -3,6 +3,7 @@ import pytest
 import torch
 from decoders import before, captured, llama
 from golden import filecheck, trace
+from infc.compiler.divergence import divergences
 from infc.compiler.errors import CheckFailed
 from infc.compiler.ir import fake_propagate, text, verify
 from infc.compiler.rewrite import Report
@@ -46,7 +47,7 @@ def test_keeps_its_bound(tied):
     was = step(tied=tied)
     graph = was.copy()
     PASS.apply(graph)
-    ours, eager = narrow_dtype.divergences(was, graph)
+    ours, eager = divergences(was, graph)
     assert 0 < ours <= eager
     found = narrow_dtype.check(was, graph)
     assert (found.error, found.bound) == (ours, eager)

@@ -1,0 +1,74 @@
+"""Quantized values as they lie in memory, and what they mean: codes, one scale a group, perhaps one offset a group.
+
+A weight [N, K] of `bits` bits is codes u8 [N, ceil(K * bits / 8)] (4 bits: the even column in the low half of the byte), scale
+f16 [N, G] and, where it is not symmetric, offset f16 [N, G]; G = ceil(K / group), the last group may be short, and group 0
+means the whole row. Its value is scale * (code - 2**(bits - 1)), or scale * code + offset.
+"""
+import torch
+from torch import Tensor
+
+from .registry import compute_dtype
+
+
+def groups(k: int, group: int) -> int:
+    """How many groups a row of k values has."""
+    return -(-k // group) if group else 1
+
+
+def spread(per_group: Tensor, k: int, group: int) -> Tensor:
+    """[..., G] -> [..., k]: each value's group."""
+    return per_group.repeat_interleave(group or k, -1)[..., :k]
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """Codes 0..2**bits-1 as u8 [N, K] -> as they are stored."""
+    if bits == 8: return codes.contiguous()
+    even, odd = codes[:, 0::2], codes[:, 1::2]
+    packed = even.clone()
+    packed[:, : odd.shape[1]] |= odd << 4
+    return packed
+
+
+def unpack_codes(codes: Tensor, bits: int, k: int) -> Tensor:
+    """Stored codes -> u8 [N, k], values 0..2**bits-1."""
+    if bits == 8: return codes
+    return torch.stack((codes & 15, codes >> 4), -1).flatten(1)[:, :k]
+
+
+def weight(codes: Tensor, scale: Tensor, offset: Tensor | None, bits: int, group: int, k: int, dtype: torch.dtype) -> Tensor:
+    """The weight [N, k] that these codes mean, computed in `dtype` (fp32 or fp64)."""
+    if bits not in (4, 8): raise ValueError(f"codes of {bits} bits; 4 and 8 are known")
+    if offset is None:
+        signed = unpack_codes(codes, bits, k).to(dtype) - 2 ** (bits - 1)
+        return signed * spread(scale.to(dtype), k, group)
+    return unpack_codes(codes, bits, k).to(dtype) * spread(scale.to(dtype), k, group) + spread(offset.to(dtype), k, group)
+
+
+ROW_LIMIT = {8: 127, 16: 127 * 256}
+"""Largest code of an activation. A 16-bit code is two digits, 256 * high + low, and both must fit eight bits."""
+
+TINY = 1e-30
+"""A group of activations with no larger value gets codes of 0: its inverse scale could overflow."""
+
+
+def row_codes(x: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
+    """x [..., K] in fp32 -> (codes i8 or i16 [..., K], scale f32 [..., G]): to the nearest, ties to even, largest value at the limit.
+
+    All in fp32 whatever x is, so that kernels can give the same codes.
+    """
+    k, limit = x.shape[-1], ROW_LIMIT[bits]
+    x = x.float()
+    count = groups(k, group)
+    padded = torch.nn.functional.pad(x, (0, count * (group or k) - k)).unflatten(-1, (count, group or k))
+    largest = padded.abs().amax(-1)
+    inverse = torch.where(largest > TINY, limit / largest, 0.0)
+    codes = (padded * inverse[..., None]).round().clamp(-limit, limit).flatten(-2)[..., :k]
+    return codes.to(torch.int8 if bits == 8 else torch.int16), largest / limit
+
+
+def rounded_rows(x: Tensor, bits: int, group: int) -> Tensor:
+    """x as its codes mean it, in x's compute dtype; bits 0 leaves it as it is."""
+    wide = compute_dtype(x.dtype)
+    if not bits: return x.to(wide)
+    codes, scale = row_codes(x, bits, group)
+    return codes.to(wide) * spread(scale.to(wide), x.shape[-1], group)

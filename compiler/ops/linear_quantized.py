@@ -1,0 +1,110 @@
+"""infc::linear_quantized, infc::linear_swiglu_quantized, infc::embedding_quantized: products and lookups of weights held as codes.
+
+Their meaning is that of the wide operator on what the codes mean (compiler.ops.codes). act_bits > 0: the rows of x are
+rounded to codes of so many bits first, act_group columns to a scale (0: one scale a row); act_bits 0 takes x as it is.
+"""
+import torch
+from torch import Tensor
+
+from .codes import rounded_rows, weight
+from .registry import Cost, compute_dtype, nbytes, operator, out_bytes
+from .swiglu import activation
+
+
+def _product(
+    x: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None, bits: int, group: int, act_bits: int, act_group: int,
+) -> Tensor:
+    """x wᵀ summed in fp32 (fp64 for fp64) and left there."""
+    wide = compute_dtype(x.dtype)
+    return rounded_rows(x, act_bits, act_group) @ weight(codes, scale, offset, bits, group, x.shape[-1], wide).T
+
+
+def _read(x: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None) -> int | torch.SymInt:
+    return nbytes(x) + nbytes(codes) + nbytes(scale) + nbytes(offset)
+
+
+def cost(
+    x: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None, bias: Tensor | None, residual: Tensor | None,
+    bits: int, group: int, act_bits: int, act_group: int, out_dtype: torch.dtype | None = None,
+) -> Cost:
+    written = out_bytes((*x.shape[:-1], codes.shape[0]), out_dtype or x.dtype)
+    return Cost(flops=2 * x.numel() * codes.shape[0], bytes=_read(x, codes, scale, offset) + nbytes(bias) + nbytes(residual) + written)
+
+
+@operator("infc::linear_quantized", cost=cost)
+def linear_quantized(
+    x: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None, bias: Tensor | None, residual: Tensor | None,
+    bits: int, group: int, act_bits: int, act_group: int, out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """x wᵀ + bias + residual.  x [..., K], codes u8 [N, ceil(K * bits / 8)], scale, offset f16 [N, G] -> [..., N] in out_dtype (x.dtype).
+
+    Summed in fp32 (fp64 for fp64), rounded once at the end.
+    """
+    y = _product(x, codes, scale, offset, bits, group, act_bits, act_group)
+    if bias is not None: y = y + bias.to(y.dtype)
+    if residual is not None: y = y + residual.to(y.dtype)
+    return y.to(out_dtype or x.dtype).contiguous()
+
+
+@linear_quantized.register_fake
+def _(
+    x: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None, bias: Tensor | None, residual: Tensor | None,
+    bits: int, group: int, act_bits: int, act_group: int, out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], codes.shape[0]), dtype=out_dtype or x.dtype)
+
+
+def swiglu_cost(
+    x: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None, act: str,
+    bits: int, group: int, act_bits: int, act_group: int, out_dtype: torch.dtype | None = None,
+) -> Cost:
+    rows, width = x.numel() // x.shape[-1], codes.shape[0]
+    written = out_bytes((*x.shape[:-1], width // 2), out_dtype or x.dtype)
+    return Cost(flops=2 * x.numel() * width + 3 * rows * width, bytes=_read(x, codes, scale, offset) + written)
+
+
+@operator("infc::linear_swiglu_quantized", cost=swiglu_cost)
+def linear_swiglu_quantized(
+    x: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None, act: str,
+    bits: int, group: int, act_bits: int, act_group: int, out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """act(g) * u with g, u = halves of x wᵀ.  Rows 0..F-1 of the weight are gate, F..2F-1 up -> [..., F] in out_dtype (x.dtype)."""
+    gate, up = _product(x, codes, scale, offset, bits, group, act_bits, act_group).chunk(2, -1)
+    return (activation(act)(gate) * up).to(out_dtype or x.dtype).contiguous()
+
+
+@linear_swiglu_quantized.register_fake
+def _(
+    x: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None, act: str,
+    bits: int, group: int, act_bits: int, act_group: int, out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    activation(act)
+    return x.new_empty((*x.shape[:-1], codes.shape[0] // 2), dtype=out_dtype or x.dtype)
+
+
+def embedding_cost(
+    codes: Tensor, scale: Tensor, offset: Tensor | None, indices: Tensor, bits: int, group: int, k: int,
+    out_dtype: torch.dtype = torch.float32,
+) -> Cost:
+    row = codes.shape[1] + scale.shape[1] * scale.element_size() * (1 if offset is None else 2)
+    return Cost(flops=2 * indices.numel() * k, bytes=indices.numel() * row + nbytes(indices) + out_bytes((*indices.shape, k), out_dtype))
+
+
+@operator("infc::embedding_quantized", cost=embedding_cost)
+def embedding_quantized(
+    codes: Tensor, scale: Tensor, offset: Tensor | None, indices: Tensor, bits: int, group: int, k: int,
+    out_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Rows `indices` of the weight [V, k] that the codes mean -> [..., k] in out_dtype."""
+    wide = torch.float64 if out_dtype == torch.float64 else torch.float32
+    at = indices.flatten()
+    rows = weight(codes[at], scale[at], None if offset is None else offset[at], bits, group, k, wide)
+    return rows.to(out_dtype).unflatten(0, indices.shape)
+
+
+@embedding_quantized.register_fake
+def _(
+    codes: Tensor, scale: Tensor, offset: Tensor | None, indices: Tensor, bits: int, group: int, k: int,
+    out_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    return scale.new_empty((*indices.shape, k), dtype=out_dtype)

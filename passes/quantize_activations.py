@@ -1,0 +1,62 @@
+"""What a product with a quantized weight reads is rounded to codes, row by row as it comes: 16 bits (finer than bf16) or 8.
+
+One rounding for all who read the same value with the same codes.
+APPROXIMATE: next-token distributions may not be further (KL) from the wide graph's than those of eager bf16 PyTorch, where
+codes have 16 bits; nor than 64 times that (8 times the noise) where they have 8.
+"""
+import operator
+
+from torch import fx
+
+from ..compiler.divergence import divergences
+from ..compiler.errors import CheckFailed
+from ..compiler.ir import Graph
+from ..compiler.ops import infc
+from ..compiler.quant.plan import Plan
+from ..compiler.rewrite import APPROXIMATE, Measured, Pass, Report, arguments, emit
+
+PRODUCTS = {infc.linear.default, infc.linear_swiglu.default}
+NOISE = {16: 1.0, 8: 64.0}
+"""Bits -> how many times the KL of eager bf16 is allowed. A step of 8 bits is 1/127 of the group's largest value, twice bf16's step
+there; most values of a group are a fraction of it."""
+
+
+def run(graph: Graph, report: Report) -> int:
+    plan: Plan | None = report.options.get("quantization")
+    if plan is None:
+        return 0
+    rounded: dict[tuple[fx.Node, int, int], fx.Node] = {}
+    for node in [n for n in graph.nodes if n.target in PRODUCTS and _scheme(n) is not None]:
+        scheme = _scheme(node)
+        if not scheme.act_bits: continue                   # type: ignore[union-attr]
+        key = (node.args[0], scheme.act_bits, scheme.act_group)                   # type: ignore[union-attr]
+        if key not in rounded:
+            if not report.may_fire(): break
+            rounded[key] = _round(graph, node, *key)
+        node.update_arg(0, rounded[key])
+    return len(rounded)
+
+
+def _scheme(node: fx.Node):
+    """The scheme of the quantized weight that a product reads, or None."""
+    weight = node.args[1]
+    return weight.meta.get("scheme") if isinstance(weight, fx.Node) and weight.target is infc.dequantize.default else None
+
+
+def _round(graph: Graph, node: fx.Node, x: fx.Node, bits: int, group: int) -> fx.Node:
+    codes_and_scale = emit(graph, infc.quantize_rows.default, (x, bits, group), like=node)
+    codes, scale = (emit(graph, operator.getitem, (codes_and_scale, i), like=node) for i in (0, 1))
+    return emit(graph, infc.dequantize_rows.default, (codes, scale, group, x.meta["val"].dtype), like=node)
+
+
+def check(before: Graph, after: Graph) -> Measured:
+    """Mean KL(wide || rounded); CheckFailed where it is over the bound."""
+    bits = min(arguments(n)[1] for n in after.nodes if n.target is infc.quantize_rows.default)
+    ours, eager = divergences(before, after)
+    bound = NOISE[bits] * eager
+    if not ours <= bound:
+        raise CheckFailed(f"KL to the wide graph is {ours:.3g}, and {bound:.3g} is allowed ({NOISE[bits]:g} times that of eager bf16)")
+    return Measured(ours, bound, "nats, mean KL(wide || ours) of next-token distributions")
+
+
+PASS = Pass("quantize_activations", run, APPROXIMATE, requires=("quantize_weights",), check=check)
