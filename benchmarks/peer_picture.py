@@ -18,13 +18,14 @@ def draw(peers: Sequence[Mapping[str, Any]], workload: Mapping[str, Any], path: 
     prompt, new = workload["decode"]
     panels = [
         (f"decode, tokens/s\n{new} tokens after {prompt}", [p["decode_tok_s"] for p in shown]),
+        (f"decode of {workload['batch']}, tokens/s\n{new} tokens after {prompt} each", [p["batch_tok_s"] for p in shown]),
         *((f"prefill, tokens/s\n{n} tokens", [p["prefill_tok_s"][str(n)] for p in shown]) for n in workload["prefill"]),
         (f"fresh process to first token, s\n{workload['cold']} tokens, less is better", [p["cold_s"] for p in shown]),
     ]
     labels = [f"{p['name']}" for p in shown]
     places = _places([p["bits"] for p in shown])
     colours = [OURS if p["name"].startswith("infc") else THEIRS for p in shown]
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(13, 0.34 * len(shown) + 1.6), sharey=True, layout="constrained")
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(15.5, 0.34 * len(shown) + 1.6), sharey=True, layout="constrained")
     for axis, (title, spreads) in zip(axes, panels, strict=True):
         medians = [s["median"] or 0 for s in spreads]
         axis.barh(places, medians, color=colours, height=0.78)

@@ -1,8 +1,9 @@
 """One engine in one process: reads token ids, answers with tokens and times. Runs in the environment of its engine.
 
-    python peer_worker.py ENGINE PATH THREADS        then one JSON object a line on stdin: {"ids": [...], "new": 64}
+    python peer_worker.py ENGINE PATH THREADS        then one JSON object a line on stdin: {"prompts": [[...], ...], "new": 64}
 
-Every answer is {"tokens": [...], "first_s": prompt to first token, "total_s": prompt to last token}. All engines decode
+Prompts of one request are equally long and run side by side. Every answer is {"tokens": [of the first prompt], "first_s": until
+every prompt has its first token, "total_s": until all have their last}. All engines decode
 greedily, go on after the end token, and get the same ids, so nobody's tokenizer or sampler is measured.
 """
 
@@ -18,47 +19,65 @@ from typing import Any, Protocol
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 CONTEXT = 2048  # tokens every engine makes room for
+MOST = 8  # sequences at once
 
 
 class Engine(Protocol):
-    """Loads in __init__(path, threads); generate() returns the new tokens and the seconds until the first of them."""
+    """Loads in __init__(path, threads); generate() returns the first prompt's new tokens, and the seconds until every prompt has one."""
 
-    def generate(self, ids: list[int], new: int) -> tuple[list[int], float]: ...
+    def generate(self, prompts: list[list[int]], new: int) -> tuple[list[int], float]: ...
 
 
 class LlamaCpp:
-    """llama.cpp by its C interface; logits come back, argmax is numpy's."""
+    """llama.cpp by its C interface; logits come back, argmax is numpy's. One context for single prompts as it comes by default, one
+    for several: keeping sequences apart costs a single one 5 %."""
 
     def __init__(self, path: str, threads: int) -> None:
         import llama_cpp as cpp
 
         self.cpp = cpp
         cpp.llama_backend_init()
-        loading, running = cpp.llama_model_default_params(), cpp.llama_context_default_params()
+        self.model = cpp.llama_model_load_from_file(path.encode(), cpp.llama_model_default_params())
+        self.contexts = {most: self._context(most, threads) for most in (1, MOST)}
+        self.vocabulary = cpp.llama_vocab_n_tokens(cpp.llama_model_get_vocab(self.model))
+        self.batch = cpp.llama_batch_init(CONTEXT, 0, 1)
+
+    def _context(self, most: int, threads: int) -> Any:
+        running = self.cpp.llama_context_default_params()
         running.n_ctx = running.n_batch = CONTEXT
         running.n_threads = running.n_threads_batch = threads
-        self.model = cpp.llama_model_load_from_file(path.encode(), loading)
-        self.context = cpp.llama_init_from_model(self.model, running)
-        self.vocabulary = cpp.llama_vocab_n_tokens(cpp.llama_model_get_vocab(self.model))
+        if most > 1:
+            running.n_seq_max, running.kv_unified = most, True
+        return self.cpp.llama_init_from_model(self.model, running)
 
-    def generate(self, ids: list[int], new: int) -> tuple[list[int], float]:
+    def generate(self, prompts: list[list[int]], new: int) -> tuple[list[int], float]:
+        self.context = self.contexts[1 if len(prompts) == 1 else MOST]
         self.cpp.llama_memory_clear(self.cpp.llama_get_memory(self.context), True)
         begin = time.perf_counter()
-        tokens = [self._step(ids)]
-        first = time.perf_counter() - begin
+        last = self._step(prompts, 0)
+        first, tokens = time.perf_counter() - begin, [last[0]]
         while len(tokens) < new:
-            tokens.append(self._step(tokens[-1:]))
+            last = self._step([[token] for token in last], len(prompts[0]) + len(tokens) - 1)
+            tokens.append(last[0])
         return tokens, first
 
-    def _step(self, ids: list[int]) -> int:
+    def _step(self, added: list[list[int]], position: int) -> list[int]:
+        """The next tokens of each sequence, from its own at `position` and on; the likeliest one after them."""
         import numpy as np
 
-        given = (self.cpp.llama_token * len(ids))(*ids)
-        code = self.cpp.llama_decode(self.context, self.cpp.llama_batch_get_one(given, len(ids)))
+        batch, at, ends = self.batch, 0, []
+        for sequence, ids in enumerate(added):
+            for offset, token in enumerate(ids):
+                batch.token[at], batch.pos[at], batch.n_seq_id[at] = token, position + offset, 1
+                batch.seq_id[at][0], batch.logits[at] = sequence, offset == len(ids) - 1
+                at += 1
+            ends.append(at - 1)
+        batch.n_tokens = at
+        code = self.cpp.llama_decode(self.context, batch)
         if code:
             raise RuntimeError(f"llama_decode returned {code}")
-        logits = self.cpp.llama_get_logits_ith(self.context, -1)
-        return int(np.ctypeslib.as_array(logits, (self.vocabulary,)).argmax())
+        rows = (self.cpp.llama_get_logits_ith(self.context, end) for end in ends)
+        return [int(np.ctypeslib.as_array(row, (self.vocabulary,)).argmax()) for row in rows]
 
 
 class OpenVINO:
@@ -70,15 +89,15 @@ class OpenVINO:
         self.genai = genai
         self.pipeline = genai.LLMPipeline(path, "CPU", INFERENCE_NUM_THREADS=threads)
 
-    def generate(self, ids: list[int], new: int) -> tuple[list[int], float]:
+    def generate(self, prompts: list[list[int]], new: int) -> tuple[list[int], float]:
         import numpy as np
         import openvino
 
-        given = np.array([ids], np.int64)
+        given = np.array(prompts, np.int64)
         inputs = self.genai.TokenizedInputs(openvino.Tensor(given), openvino.Tensor(np.ones_like(given)))
         config = self.genai.GenerationConfig(max_new_tokens=new, ignore_eos=True, do_sample=False)
         result = self.pipeline.generate(inputs, config)
-        return list(result.tokens[0]), result.perf_metrics.get_ttft().mean / 1000
+        return list(result.tokens[0]), max(result.perf_metrics.raw_metrics.m_times_to_first_token) / 1e6  # microseconds
 
 
 class OnnxRuntime:
@@ -92,17 +111,17 @@ class OnnxRuntime:
         config.overlay(json.dumps({"model": {"decoder": {"session_options": {"intra_op_num_threads": threads}}}}))
         self.model = genai.Model(config)
 
-    def generate(self, ids: list[int], new: int) -> tuple[list[int], float]:
-        options = self.genai.GeneratorParams(self.model)
-        options.set_search_options(max_length=CONTEXT, min_length=len(ids) + new, do_sample=False)
+    def generate(self, prompts: list[list[int]], new: int) -> tuple[list[int], float]:
+        options, length = self.genai.GeneratorParams(self.model), len(prompts[0])
+        options.set_search_options(max_length=CONTEXT, min_length=length + new, do_sample=False, batch_size=len(prompts))
         begin = time.perf_counter()
         generator = self.genai.Generator(self.model, options)
-        generator.append_tokens([ids])
+        generator.append_tokens(prompts)
         generator.generate_next_token()
         first = time.perf_counter() - begin
         for _ in range(new - 1):
             generator.generate_next_token()
-        return [int(t) for t in generator.get_sequence(0)[len(ids) :]], first
+        return [int(t) for t in generator.get_sequence(0)[length:]], first
 
 
 class HuggingFace:
@@ -122,16 +141,16 @@ class HuggingFace:
     def cache(self) -> Any:
         return self.transformers.DynamicCache(config=self.model.config)
 
-    def generate(self, ids: list[int], new: int) -> tuple[list[int], float]:
+    def generate(self, prompts: list[list[int]], new: int) -> tuple[list[int], float]:
         torch, cache = self.torch, self.cache()
         with torch.no_grad():
             begin = time.perf_counter()
-            token = self.model(torch.tensor([ids]), past_key_values=cache, logits_to_keep=1).logits[0, -1].argmax()
-            tokens, first = [int(token)], time.perf_counter() - begin
+            token = self.model(torch.tensor(prompts), past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
+            tokens, first = [int(token[0])], time.perf_counter() - begin
             while len(tokens) < new:
-                position = torch.tensor([[len(ids) + len(tokens) - 1]])
-                token = self.step(token.view(1, 1), position_ids=position, past_key_values=cache).logits[0, -1].argmax()
-                tokens.append(int(token))
+                position = torch.full_like(token, len(prompts[0]) + len(tokens) - 1)
+                token = self.step(token, position_ids=position, past_key_values=cache).logits[:, -1:].argmax(-1)
+                tokens.append(int(token[0]))
         return tokens, first
 
 
@@ -160,9 +179,17 @@ class Infc:
 
         self.model = infc.load(path, threads=threads)
 
-    def generate(self, ids: list[int], new: int) -> tuple[list[int], float]:
-        output = self.model.generate([ids], max_tokens=new, ignore_eos=True)[0]
-        return output.token_ids, self.model.timing.ttft_s
+    def generate(self, prompts: list[list[int]], new: int) -> tuple[list[int], float]:
+        if len(prompts) == 1:
+            output = self.model.generate(prompts, max_tokens=new, ignore_eos=True)[0]
+            return output.token_ids, self.model.timing.ttft_s
+        from infc.runtime.bench import run_greedy
+
+        begin = time.perf_counter()
+        firsts: dict[int, float] = {}
+        for _, sequence, at in run_greedy(self.model, prompts, new):
+            firsts.setdefault(sequence, at - begin)
+        return [], max(firsts.values())
 
 
 ENGINES: dict[str, Callable[[str, int], Engine]] = {
@@ -189,7 +216,7 @@ def main(engine: str, path: str, threads: str) -> None:
     for line in sys.stdin:
         request = json.loads(line)
         begin = time.perf_counter()
-        tokens, first = loaded.generate(request["ids"], request["new"])
+        tokens, first = loaded.generate(request["prompts"], request["new"])
         total = time.perf_counter() - begin
         print(json.dumps({"tokens": tokens, "first_s": first, "total_s": total}), file=answers, flush=True)
 

@@ -38,6 +38,7 @@ PACKAGES = (
 )
 DECODE = (128, 64)  # prompt, new tokens
 PREFILL = (256, 1024)  # prompts
+BATCH = 8  # prompts decoded side by side
 COLD = 16  # prompt of a fresh process
 STRIDE = 53  # tokens between the beginnings of two prompts
 
@@ -66,13 +67,20 @@ CONTESTANTS = (
     Peer("OpenVINO fp16", "openvino-genai", "openvino-fp16", 16, "fp16 weights; products in bf16 where the CPU has it; u8 KV"),
     Peer("transformers bf16", "transformers-bf16", "hf", 16, "bf16, eager", main=True),
     Peer("torch.compile bf16", "torch.compile", "hf", 16, "bf16, static cache, compiled decode step, eager prompt", main=True),
+    Peer("infc w8", "infc", "w8.infc", 8, "int8 weights in groups of 32, activations in 16 bits, bf16 KV", main=True),
+    Peer("infc w8a8", "infc", "w8a8.infc", 8, "int8 weights and activations in groups of 32, bf16 KV", main=True),
     Peer("llama.cpp Q8_0", "llama.cpp", "Q8_0.gguf", 8, "int8 weights in groups of 32, fp16 KV"),
     Peer("OpenVINO int8", "openvino-genai", "openvino-int8", 8, "int8 weights per channel, u8 KV"),
+    Peer("infc w4", "infc", "w4.infc", 4, "int4 weights in groups of 32, int8 head, activations in 16 bits, bf16 KV", main=True),
+    Peer("infc w4a8", "infc", "w4a8.infc", 4, "int4 weights in groups of 32, int8 head, activations in int8, bf16 KV", main=True),
     Peer("llama.cpp Q4_0", "llama.cpp", "Q4_0.gguf", 4, "int4 weights in groups of 32, int8 head, fp16 KV"),
     Peer("llama.cpp Q4_1", "llama.cpp", "given.gguf", 4, "the file as given: int4 with minimum in groups of 32, int8 head, fp16 KV"),
     Peer("OpenVINO int4", "openvino-genai", "openvino-int4", 4, "int4 weights in groups of 32, int8 head, u8 KV"),
     Peer("ONNX Runtime int4", "onnxruntime-genai", "onnx-int4", 4, "int4 weights in groups of 32, int4 head, fp32 KV"),
 )
+
+
+ONE_BY_ONE = ("torch.compile",)  # another batch is another compile of 40 s, and no static cache fits both
 
 
 @dataclass
@@ -84,6 +92,7 @@ class Result:
     size_bytes: int = 0
     load_s: float = 0.0
     decode_tok_s: list[float] = field(default_factory=list)
+    batch_tok_s: list[float] = field(default_factory=list)
     prefill_tok_s: dict[int, list[float]] = field(default_factory=lambda: {n: [] for n in PREFILL})
     cold_s: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -131,6 +140,7 @@ def recipes(given: Path, cache: Path) -> dict[str, list[object]]:
         "openvino-int4": [*export, "int4", "--group-size", "32", "--ratio", "1.0", "{}"],
         "onnx-int4": [*build, "--precision", "int4", "--extra_options", "int4_block_size=32"],
         **{f"{dtype}.infc": [*compiling, "--dtype", dtype] for dtype in ("fp32", "bf16")},
+        **{f"{scheme}.infc": [*compiling, "--quant", scheme] for scheme in ("w8", "w8a8", "w4", "w4a8")},
     }
 
 
@@ -184,11 +194,11 @@ class Worker:
             )
         self.load_s = self._answer()["load_s"]
 
-    def ask(self, ids: Sequence[int], new: int) -> dict[str, Any]:
-        """{"tokens", "first_s", "total_s"} of a prompt."""
+    def ask(self, prompts: Sequence[Sequence[int]], new: int) -> dict[str, Any]:
+        """{"tokens", "first_s", "total_s"} of prompts side by side: peer_worker says what they are."""
         self.process.send_signal(signal.SIGCONT)
         assert self.process.stdin
-        self.process.stdin.write(json.dumps({"ids": list(ids), "new": new}) + "\n")
+        self.process.stdin.write(json.dumps({"prompts": [list(ids) for ids in prompts], "new": new}) + "\n")
         self.process.stdin.flush()
         answer = self._answer()
         self.process.send_signal(signal.SIGSTOP)
@@ -211,7 +221,7 @@ def cold(peer: Peer, path: Path, threads: int, ids: Sequence[int], log: Path) ->
     begin = time.perf_counter()
     worker = Worker(peer, path, threads, log)
     try:
-        worker.ask(ids[:COLD], 1)
+        worker.ask([ids[:COLD]], 1)
         return time.perf_counter() - begin
     finally:
         worker.close()
@@ -224,14 +234,17 @@ def window(ids: Sequence[int], number: int, length: int) -> Sequence[int]:
 
 
 def sample(worker: Worker, result: Result, ids: Sequence[int], round_: int) -> None:
-    """One decode and one prefill of each length; the same prompts for every engine in a round, others in the next."""
+    """One decode, one of a batch, one prefill of each length; the same prompts for every engine in a round, others in the next."""
     prompt, new = DECODE
-    number = (round_ + 1) * (1 + len(PREFILL))
-    answer = worker.ask(window(ids, number, prompt), new)
+    number = (round_ + 1) * (1 + len(PREFILL) + BATCH)
+    answer = worker.ask([window(ids, number, prompt)], new)
     result.decode_tok_s.append((new - 1) / (answer["total_s"] - answer["first_s"]))
     result.tokens = answer["tokens"]
     for i, length in enumerate(PREFILL):
-        result.prefill_tok_s[length].append(length / worker.ask(window(ids, number + 1 + i, length), 1)["first_s"])
+        result.prefill_tok_s[length].append(length / worker.ask([window(ids, number + 1 + i, length)], 1)["first_s"])
+    if result.peer.engine not in ONE_BY_ONE:
+        answer = worker.ask([window(ids, number + 1 + len(PREFILL) + i, prompt) for i in range(BATCH)], new)
+        result.batch_tok_s.append(BATCH * (new - 1) / (answer["total_s"] - answer["first_s"]))
 
 
 def measure(results: Sequence[Result], ids: Sequence[int], cache: Path, threads: int, rounds: int) -> None:
@@ -250,7 +263,9 @@ def measure(results: Sequence[Result], ids: Sequence[int], cache: Path, threads:
         worker = workers[result.peer.name] = Worker(result.peer, cache / result.peer.model, threads, log(result))
         result.load_s = worker.load_s
         for i, length in enumerate((DECODE[0], *PREFILL)):
-            worker.ask(window(ids, i, length), 3)
+            worker.ask([window(ids, i, length)], 3)
+        if result.peer.engine not in ONE_BY_ONE:
+            worker.ask([window(ids, 2 + i, DECODE[0]) for i in range(BATCH)], 3)
 
     def log(result: Result) -> Path:
         return cache / f"run-{result.peer.name.replace(' ', '-')}.log"
@@ -292,6 +307,7 @@ def summary(results: Sequence[Result]) -> list[dict[str, Any]]:
             "reason": r.reason,
             "size_bytes": r.size_bytes,
             "decode_tok_s": spread(r.decode_tok_s),
+            "batch_tok_s": spread(r.batch_tok_s),
             "prefill_tok_s": {str(n): spread(s) for n, s in r.prefill_tok_s.items()},
             "cold_s": spread(r.cold_s),
             "load_s": r.load_s,
@@ -320,6 +336,7 @@ def table(peers: Sequence[dict[str, Any]]) -> str:
         "engine",
         "bits",
         "decode tok/s",
+        f"decode of {BATCH} tok/s",
         *(f"prefill {n} tok/s" for n in PREFILL),
         "fresh process s",
         f"first tokens as fp32, of {DECODE[1]}",
@@ -329,6 +346,7 @@ def table(peers: Sequence[dict[str, Any]]) -> str:
             p["name"],
             str(p["bits"]),
             cell(p["decode_tok_s"]["median"]),
+            cell(p["batch_tok_s"]["median"]),
             *(cell(p["prefill_tok_s"][str(n)]["median"]) for n in PREFILL),
             cell(p["cold_s"]["median"], 2),
             str(p["tokens_as_fp32"]),
@@ -385,7 +403,7 @@ def main() -> int:
 
     peers = summary(results)
     options.output.mkdir(parents=True, exist_ok=True)
-    workload = {"decode": DECODE, "prefill": PREFILL, "cold": COLD, "rounds": options.rounds, "threads": options.threads}
+    workload = {"decode": DECODE, "batch": BATCH, "prefill": PREFILL, "cold": COLD, "rounds": options.rounds, "threads": options.threads}
     report = {"environment": environment(), "workload": workload, "peers": peers}
     (options.output / "peers.json").write_text(json.dumps(report, indent=1) + "\n")
     draw(peers, workload, options.output / "peers.png")

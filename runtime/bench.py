@@ -94,12 +94,12 @@ def _prompt(model: Model, length: int, index: int = 0) -> list[int]:
 def _prefill(model: Model, length: int) -> float:
     """Seconds from a prompt of that length to its first token."""
     begin = perf_counter()
-    _run(model, [_prompt(model, length)], 1)
+    run_greedy(model, [_prompt(model, length)], 1)
     return perf_counter() - begin
 
 
-def _run(model: Model, prompts: Sequence[list[int]], new: int) -> list[tuple[int, int, float]]:
-    """Greedy tokens without text: (number of the step, sequence, time) of each."""
+def run_greedy(model: Model, prompts: Sequence[list[int]], new: int) -> list[tuple[int, int, float]]:
+    """Greedy tokens without text, end tokens ignored: (number of the step, sequence, time) of each."""
     requests = [
         Request(i, ids, max_tokens=new, sampling=Sampling(), seed=None, eos=frozenset(), stop_ids=frozenset(), text=None, live=False)
         for i, ids in enumerate(prompts)
@@ -117,7 +117,7 @@ def _decode(model: Model, batch: int, context: int, new: int) -> DecodeSample:
     prompts = [_prompt(model, context, index) for index in range(batch)]
     before = _read_rate(model)
     begin = perf_counter()
-    events = _run(model, prompts, new)
+    events = run_greedy(model, prompts, new)
     end = perf_counter()
     rate = (before + _read_rate(model)) / 2
     steps = _full_steps(events, batch)
