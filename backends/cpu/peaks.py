@@ -4,9 +4,7 @@ Rounds are interleaved over all cases, because on a shared machine rates change 
 had their CPUs for all of it; rounds go on until every case has enough of those. What runs in the caches is judged by its best sample,
 what reads memory by its median, as a service would find it.
 """
-import ctypes
 import math
-import mmap
 import statistics
 import tempfile
 import time
@@ -16,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from ...compiler.costs.peaks import Peaks, last_level_cache
-from ...compiler.errors import UserError
 from ...compiler.reuse import cache_folder
+from .timing import TimedPool
 from .toolchain import build
 
 K, N = 512, 1024                       # of the product: a weight of 1 MiB in bf16, about a layer of a small model
@@ -52,75 +50,18 @@ def source() -> str:
     return "".join(f'#include "{h}"\n' for h in HEADERS) + "".join(bodies)
 
 
-class _Pool:
-    """The library, its threads, and memory that stays until the pool is closed."""
-
-    def __init__(self, library: Path, threads: int):
-        self.lib = ctypes.CDLL(str(library))
-        self.lib.infc_pool_create.restype = ctypes.c_void_p
-        self.lib.infc_pool_create.argtypes = [ctypes.c_int, ctypes.c_int64]
-        self.lib.infc_pool_destroy.argtypes = [ctypes.c_void_p]
-        self.lib.infc_pool_read.restype = ctypes.c_uint64
-        self.lib.infc_pool_read.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
-        self.lib.infc_pool_run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]
-        self.pool = self.lib.infc_pool_create(threads, 2000)
-        if not self.pool: raise UserError(f"cannot start {threads} threads to measure this machine's peaks: give fewer with --threads")
-        self.keep: list[object] = []
-
-    def close(self) -> None:
-        self.lib.infc_pool_destroy(self.pool)
-
-    def memory(self, size: int, dtype: type = np.uint16, *, huge: bool = True) -> np.ndarray:
-        """Random values near 1 (bf16 as uint16, or float32): a constant would be read faster than real data."""
-        room = mmap.mmap(-1, size + (4 << 20), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if huge: room.madvise(mmap.MADV_HUGEPAGE)
-        elif hasattr(mmap, "MADV_NOHUGEPAGE"): room.madvise(mmap.MADV_NOHUGEPAGE)
-        whole = np.frombuffer(room, np.uint8)
-        start = -whole.ctypes.data % (2 << 20)
-        values = whole[start: start + size].view(dtype)
-        noise = np.random.default_rng(0).standard_normal(1 << 18, np.float32) * 0.05
-        pattern = (noise.view(np.uint32) >> 16).astype(np.uint16) if dtype == np.uint16 else noise.astype(dtype)
-        for i in range(0, len(values), len(pattern)): values[i: i + len(pattern)] = pattern[: len(values) - i]
-        self.keep += [room, whole]
-        return values
-
-    def ints(self, values: np.ndarray) -> np.ndarray:
-        kept = np.ascontiguousarray(values, np.int32)
-        self.keep.append(kept)
-        return kept
-
-    def steps(self, name: str, tables: list[list[int]], dims: list[int]) -> Callable[[], float]:
-        """Runs a table of steps of one kernel; the seconds of one step, barrier included, the median over the table."""
-        held = [(ctypes.c_void_p * len(t))(*t) for t in tables]
-        function = ctypes.cast(getattr(self.lib, f"{name}_k"), ctypes.c_void_p).value
-        table = (ctypes.c_void_p * (2 * len(held)))(*(x for t in held for x in (function, ctypes.addressof(t))))
-        live = (ctypes.c_int64 * 5)(*[*dims, 0, 0, 0, 0, 0][:5])
-        times = (ctypes.c_uint64 * (len(held) + 1))()
-
-        def run() -> float:
-            if self.lib.infc_pool_run(self.pool, table, len(held), live, times): raise UserError("this machine's peaks cannot be measured")
-            return statistics.median(times[i + 1] - times[i] for i in range(len(held))) * 1e-9
-        return run
-
-    def read(self, array: np.ndarray) -> float:
-        """Seconds of a pure read."""
-        start = time.perf_counter()
-        self.lib.infc_pool_read(self.pool, array.ctypes.data, array.nbytes)
-        return time.perf_counter() - start
-
-
 def measure(cpu: str, isa: str, threads: int) -> Peaks:
     """Compile the micro-benchmarks for `isa` and run them with so many threads. Raises UserError without a compiler."""
     with tempfile.TemporaryDirectory(prefix="infc-peaks-") as folder:
         library = build(source(), isa, Path(folder) / "peaks.so", cache_folder() / "code")
-        pool = _Pool(library, threads)
+        pool = TimedPool(library, threads)
         try:
             return _measure(pool, cpu, isa, threads)
         finally:
             pool.close()
 
 
-def _measure(m: _Pool, cpu: str, isa: str, threads: int) -> Peaks:
+def _measure(m: TimedPool, cpu: str, isa: str, threads: int) -> Peaks:
     llc = last_level_cache()
     big = m.memory(max(MEMORY, 4 * llc))
     cases: dict[str, Callable[[], float]] = {"read": lambda: m.read(big), "barrier": m.steps("nothing", [[0]] * 200, [1])}
@@ -151,7 +92,7 @@ def _sample(cases: Mapping[str, Callable[[], float]], threads: int) -> tuple[dic
     return {name: good[name] or every[name] for name in cases}, all(len(g) >= ROUNDS // 2 for g in good.values())
 
 
-def _rows(m: _Pool, big: np.ndarray, size: int, cases: dict[str, Callable[[], float]]) -> None:
+def _rows(m: TimedPool, big: np.ndarray, size: int, cases: dict[str, Callable[[], float]]) -> None:
     """Row kernels over many rows, one row, and the sampler's scan. Many rows and logits are found as a step finds them, after a stream of
     weights larger than the last cache has gone through; one row is small enough to stay near."""
     rows, vocab = 64, 32768
@@ -172,7 +113,7 @@ def _rows(m: _Pool, big: np.ndarray, size: int, cases: dict[str, Callable[[], fl
     cases["scan"] = lambda: after_a_stream(argmax)
 
 
-def _products(m: _Pool, big: np.ndarray, cases: dict[str, Callable[[], float]]) -> None:
+def _products(m: TimedPool, big: np.ndarray, cases: dict[str, Callable[[], float]]) -> None:
     """Many rows of cached weights; one row of cached weights, and of weights from memory beyond what reading them takes; as many rows as
     make arithmetic take as long as reading: what of the two does not overlap."""
     x, y = m.memory(256 * K * 4, np.float32), m.memory(256 * N * 4, np.float32)
@@ -202,7 +143,7 @@ def _products(m: _Pool, big: np.ndarray, cases: dict[str, Callable[[], float]]) 
     cases["start"], cases["even"] = lambda: beyond_a_read(False), lambda: beyond_a_read(True)
 
 
-def _attentions(m: _Pool, cases: dict[str, Callable[[], float]], cold_bytes: int) -> None:
+def _attentions(m: TimedPool, cases: dict[str, Callable[[], float]], cold_bytes: int) -> None:
     """Prefill and decode over cached keys, and decode over blocks scattered in memory."""
     block = HEADS * 32 * HEAD                                 # elements of one block of keys
     for dtype, item in (("bf16", 2), ("f32", 4)):

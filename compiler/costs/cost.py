@@ -65,10 +65,10 @@ class Change:
 
 def kind_of(op: str) -> str:
     """What binds and measures a step alike: product, attention, gather, sample, aten, loop or rows (norms, rotations, casts)."""
-    if op in ("infc.linear", "infc.linear_swiglu"): return "product"
+    if op in ("infc.linear", "infc.linear_swiglu", "infc.linear_quantized", "infc.linear_swiglu_quantized"): return "product"
     if op in ("infc.paged_attention", "infc.attention"): return "attention"
     if op == "infc.sample": return "sample"
-    if op in ("aten.embedding", "aten.index_select"): return "gather"
+    if op in ("aten.embedding", "aten.index_select", "infc.embedding_quantized"): return "gather"
     if op.startswith("loop."): return "loop"
     return "rows" if op.startswith("infc.") or op == "aten._to_copy" else "aten"
 
@@ -142,7 +142,7 @@ def _rows(kernel: Mapping[str, Any], m: Moved, load: Load, peaks: Peaks, streams
 
 
 def _of(rates: Mapping[str, float], kernel: Mapping[str, Any]) -> float:
-    """The rate of a kernel's dtype; narrower formats are multiplied as bf16."""
+    """The rate of a kernel's dtype; one that was not measured is multiplied as bf16."""
     return rates.get(kernel["dtype"], rates["bf16"])
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from ...runtime.program import Program, Step
 from ..errors import CheckFailed
+from ..ops.registry import arguments, operator_of
 from ..placement import Unit
 from .cost import kind_of
 from .count import Count, RegionCost, count, formulas, totals
@@ -53,8 +54,8 @@ class CostTable:
             if kind == "gather" and any(b.kind == "weight" and not b.tensor.endswith(":plain") for b in buffers):
                 found["weights"] = [[term[0] * PACKED_SPREAD, *term[1:]] for term in found["weights"]]
             self._index[signature] = len(self.kernels)
-            self.kernels.append({"kernel": step.kernel, "name": name, "op": unit.op, "kind": kind, "dtype": (decides or [""])[0],
-                                 **found})
+            dtype = _codes(unit) or (decides or [""])[0]
+            self.kernels.append({"kernel": step.kernel, "name": name, "op": unit.op, "kind": kind, "dtype": dtype, **found})
         return self._index[signature]
 
     def json(self, isa: str, dtype: str, kv_bytes_per_token: int, max_positions: int) -> dict[str, Any]:
@@ -62,3 +63,9 @@ class CostTable:
         return {"kernels": self.kernels, "steps": self.steps, "buckets": self.buckets, "isa": isa, "dtype": dtype,
                 "kv_bytes_per_token": kv_bytes_per_token, "weight_bytes": sum(self._weight_bytes.values()),
                 "max_positions": max_positions}
+
+
+def _codes(unit: Unit) -> str:
+    """"w4a16" of a product of codes: bits of the weight, bits of the rows; empty for any other unit."""
+    given = arguments(unit.nodes[0]) if len(unit.nodes) == 1 and operator_of(unit.nodes[0]) is not None else {}
+    return f"w{given['bits']}a{given['act_bits']}" if "act_bits" in given else ""

@@ -14,7 +14,7 @@ from torch import fx
 from ..ops.gather import COSTS as GATHERS
 from ..ops.kv_write import BLOCK
 from ..ops.registry import Cost, arguments, operator_of
-from ..placement import Unit, source_of
+from ..placement import Unit
 from .phases import Terms, value
 
 RegionCost = Callable[[Unit, Mapping[str, int]], tuple[int, int] | None]
@@ -41,13 +41,8 @@ def count(unit: Unit, context: Any, weights: Collection[str], region: RegionCost
     element of every node. weights: names of the placeholders that are weights.
     """
     held = sum(_nbytes(concrete(_value(n, i), context.maximum)) for n, i in unit.reads if n.name in weights)
-    if len(unit.nodes) == 1 and (declared := _declared(unit.nodes[0], context)) is not None:
-        cost, partly = declared
-        if partly is not None:                        # of a table that is a weight: the rows that are read, half of what moves
-            table = source_of(arguments(unit.nodes[0])[partly])[0]
-            whole = _nbytes(concrete(table.meta["val"], context.maximum))
-            results = sum(_nbytes(concrete(_value(n, i), context.maximum)) for n, i in unit.results)
-            held = held - whole + results if table.name in weights else held
+    if len(unit.nodes) == 1 and (cost := _declared(unit.nodes[0], context)) is not None:
+        if cost.table and held: held = int(cost.table)       # what a gather reads of weights is its table
         return Count(int(cost.flops), held, int(cost.kv), int(cost.bytes) - held - int(cost.kv),
                      int(cost.pair_flops), int(cost.key_bytes), cost.window)
     counted = region(unit, context.bucket)
@@ -112,15 +107,13 @@ def concrete(fake: Any, maximum: Callable[[Any], int]) -> Any:
     return torch.empty([maximum(size) for size in fake.shape], dtype=fake.dtype, device="meta")
 
 
-def _declared(node: fx.Node, context: Any) -> tuple[Cost, str | None] | None:
-    """The cost of an operator that says what it costs, and which of its arguments is read in part."""
+def _declared(node: fx.Node, context: Any) -> Cost | None:
+    """The cost of an operator that says what it costs."""
     operator = operator_of(node)
-    gather = GATHERS.get(str(node.target)) if operator is None else None
-    if operator is None and gather is None: return None
+    declared = GATHERS.get(str(node.target)) if operator is None else operator.cost
+    if declared is None: return None
     given = {name: fx.map_arg(value, lambda n: concrete(n.meta["val"], context.maximum)) for name, value in arguments(node).items()}
-    if operator is not None: return operator.cost(**given), None
-    assert gather is not None
-    return gather[0](**given), gather[1]
+    return declared(**given)
 
 
 def _value(node: fx.Node, index: int) -> Any:

@@ -16,8 +16,8 @@ def index_select(self: Tensor, dim: int, index: Tensor) -> Cost:
 
 def _rows(indices: Tensor, shape: tuple[int, ...], table: Tensor) -> Cost:
     moved = out_bytes(shape, table.dtype)
-    return Cost(flops=0, bytes=2 * moved + nbytes(indices))
+    return Cost(flops=0, bytes=2 * moved + nbytes(indices), table=moved)
 
 
-COSTS = {"aten.embedding.default": (embedding, "weight"), "aten.index_select.default": (index_select, "self")}
-"""ATen operator -> its cost, and the argument that is read in part."""
+COSTS = {"aten.embedding.default": embedding, "aten.index_select.default": index_select}
+"""ATen operator -> its cost."""

@@ -86,8 +86,9 @@ def embedding_cost(
     codes: Tensor, scale: Tensor, offset: Tensor | None, indices: Tensor, bits: int, group: int, k: int,
     out_dtype: torch.dtype = torch.float32,
 ) -> Cost:
-    row = codes.shape[1] + scale.shape[1] * scale.element_size() * (1 if offset is None else 2)
-    return Cost(flops=2 * indices.numel() * k, bytes=indices.numel() * row + nbytes(indices) + out_bytes((*indices.shape, k), out_dtype))
+    picked = indices.numel() * (codes.shape[1] + scale.shape[1] * scale.element_size() * (1 if offset is None else 2))
+    written = out_bytes((*indices.shape, k), out_dtype)
+    return Cost(flops=2 * indices.numel() * k, bytes=picked + nbytes(indices) + written, table=picked)
 
 
 @operator("infc::embedding_quantized", cost=embedding_cost)

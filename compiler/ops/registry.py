@@ -20,6 +20,7 @@ class Cost:
     flops: int | torch.SymInt
     bytes: int | torch.SymInt      # every operand read once, every result written once
     kv: int | torch.SymInt = 0     # of these bytes, those of the KV cache
+    table: int | torch.SymInt = 0  # of these bytes, those of rows picked out of a table that is not read whole
     pair_flops: int | torch.SymInt = 0
     key_bytes: int | torch.SymInt = 0
     window: int = 0
