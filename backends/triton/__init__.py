@@ -1,0 +1,1 @@
+"""Kernels for NVIDIA GPUs, written in Triton: compiled ahead of time to cubins, run on a CPU by Triton's interpreter to judge them."""

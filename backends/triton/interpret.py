@@ -1,0 +1,43 @@
+"""Runs an operator's Triton kernels on CPU tensors through Triton's interpreter: slow, exact in its indexing, needs no GPU."""
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...compiler.errors import UserError
+from ...compiler.ops.registry import by_name
+from .registry import Emit, kernels
+
+
+def run(op: str, **arguments: Any) -> Any:
+    """The results of one call, each of whose elements was poisoned before. ValueError with the reason where the kernel refuses it."""
+    check_interpreting()
+    found = kernels()[op]
+    if reason := found.refuse(**arguments): raise ValueError(f"{op}: {reason}")
+    meta = {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in arguments.items()}
+    shapes = by_name(op).call(**meta)
+    results = [] if shapes is None else [poisoned(s) for s in (shapes if isinstance(shapes, tuple | list) else [shapes])]
+    emit = Emit()
+    found.lower(emit, *results, **arguments)
+    for scratch in emit.scratch: poison(scratch)
+    for launch in emit.launches:
+        launch.function[launch.grid](*launch.args, **launch.constants)
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def check_interpreting() -> None:
+    """UserError unless this process interprets kernels."""
+    from triton import knobs
+
+    if not knobs.runtime.interpret:
+        raise UserError("Triton compiles kernels in this process: start it with TRITON_INTERPRET=1 to have them interpreted")
+
+
+def poisoned(like: Tensor) -> Tensor:
+    """A CPU tensor of this shape that holds nothing sensible."""
+    return poison(torch.empty(tuple(like.shape), dtype=like.dtype))
+
+
+def poison(tensor: Tensor) -> Tensor:
+    """Fill with NaN, or the least number of a whole type: what is read without having been written shows."""
+    return tensor.fill_(torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min if tensor.dtype != torch.bool else True)

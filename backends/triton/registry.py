@@ -1,0 +1,79 @@
+"""Triton kernels by operator. Each says which calls it refuses, and makes launches of the others; it launches nothing itself.
+
+Triton decides when it is imported whether kernels are compiled or interpreted (TRITON_INTERPRET=1), for the whole process. Lowering
+works either way; code is built in processes of its own (build.py), and only a process that was started for it interprets (interpret.py).
+"""
+import importlib
+import pkgutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import kernels as package
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch: a grid of programs over tensors and numbers; constants are compiled in.
+
+    args follow the kernel's own arguments that are not constants: tensors, ints (i32, or i64 past 2**31) and floats (fp32).
+    """
+
+    function: Any                        # what @triton.jit made
+    grid: tuple[int, ...]
+    args: tuple[Tensor | int | float, ...]
+    constants: dict[str, Any]
+    warps: int = 4
+    stages: int = 3
+
+
+@dataclass
+class Emit:
+    """Collects the launches of one call, and the scratch tensors they share."""
+
+    launches: list[Launch] = field(default_factory=list)
+    scratch: list[Tensor] = field(default_factory=list)
+
+    def __call__(self, function: Any, *, grid: tuple[int, ...], args: Sequence[Tensor | int | float], warps: int = 4, stages: int = 3,
+                 **constants: Any) -> None:
+        """One more launch. A grid with a 0 in it launches nothing."""
+        if all(grid): self.launches.append(Launch(function, grid, tuple(args), constants, warps, stages))
+
+    def empty(self, *shape: int, dtype: torch.dtype, like: Tensor) -> Tensor:
+        """Scratch that lives during this call: partial sums of a split."""
+        self.scratch.append(like.new_empty(shape, dtype=dtype))
+        return self.scratch[-1]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The kernels of one operator. `refuse` and `lower` take the operator's arguments by name, tensors with concrete sizes."""
+
+    op: str                              # "infc::rms_norm"
+    refuse: Callable[..., str | None]
+    lower: Callable[..., None]           # lower(emit, *results, **arguments)
+
+
+_table: dict[str, Kernel] = {}
+
+
+def kernel(op: Any, *, refuse: Callable[..., str | None]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register `lower(emit, *results, **arguments)` for an operator; results are tensors to write, in the operator's order."""
+    def register(lower: Callable[..., None]) -> Callable[..., None]:
+        name = op._opoverload.name() if hasattr(op, "_opoverload") else str(op.name())
+        if name in _table: raise ValueError(f"{name} has two kernels")
+        _table[name] = Kernel(name, refuse, lower)
+        return lower
+
+    return register
+
+
+@cache
+def kernels() -> dict[str, Kernel]:
+    """Every kernel, by operator name."""
+    for module in pkgutil.iter_modules(package.__path__): importlib.import_module(f"{package.__name__}.{module.name}")
+    return dict(_table)
