@@ -137,10 +137,50 @@ def compiled(result: Mapping[str, Any]) -> None:
             "version": result["version"],
             "size": size(result["size_bytes"]),
             "verified": verdict(result["verify"]),
+            **({"quality": _quality(result["quality"])} if result["quality"] else {}),
             "predicted": _prediction(result["predicted"]) if result["predicted"] else "nothing: it was not run here",
             "seconds": "  ".join(f"{phase} {seconds:.1f}" for phase, seconds in result["seconds"].items()),
         },
     )
+
+
+def _quality(found: Mapping[str, Any]) -> str:
+    """What was measured beside the captured model, in one line."""
+    bits = f"{found['bits_per_weight']:.2f} bits per weight" if found.get("bits_per_weight") else ""
+    if not found["verified"]:
+        return f"unverified: nobody measured what quantization costs; {bits}"
+    change = found["ppl"] / found["reference_ppl"] - 1
+    by = "" if found["by"] == "the artifact" else f" ({found['by']})"
+    return (f"perplexity {found['ppl']:.4g}, {100 * change:+.2f} % beside fp32; KL {found['kl']:.2g}, P99 {found['kl_p99']:.2g} nats; "
+            f"same likeliest token at {100 * found['top1']:.1f} % of {found['tokens']} tokens of {found['data']}{by}; "
+            f"holds {found['limits']}; {bits}")
+
+
+def quality(report: Mapping[str, Any]) -> None:
+    """What `infc quality` measured."""
+    facts: dict[str, object] = {
+        "artifact": f"{report['artifact']}, {report['model']} {report['version'][:12]}",
+        "data": f"{report['data']}, {report['windows']} windows of {report['length']} tokens, {report['tokens']} scored",
+        "against": report["against"] or "nothing: perplexity alone",
+        "perplexity": f"{report['ppl']:.4f}",
+    }
+    if report["against"]:
+        facts["perplexity"] = f"{report['ppl']:.4f}, {100 * report['ppl_change']:+.3f} % beside {report['reference_ppl']:.4f}"
+        facts["KL"] = f"mean {report['kl']:.3g}, P99 {report['kl_p99']:.3g} nats"
+        facts["same likeliest token"] = f"{100 * report['top1']:.2f} %"
+        for name, about in (("retrieval", "facts far back found"), ("json", "continuations that parse as JSON")):
+            score = report[name]
+            facts[name] = (f"skipped: {report['skipped'][name]}" if score is None else
+                           f"{score['right']} of {score['asked']} {about}, the reference {score['reference_right']}; "
+                           f"of the reference's {100 * score['share']:.0f} % kept")
+    pairs("quality", facts)
+
+
+def quality_compared(report: Mapping[str, Any]) -> None:
+    """Two measurements of quality side by side."""
+    words = {None: "", True: "better", False: "worse"}
+    table(f"A {report['before']}  B {report['after']}", ("figure", "A", "B", ""),
+          [(name, f"{r['before']:.6g}", f"{r['after']:.6g}", words[r["better"]]) for name, r in report["figures"].items()], right=(1, 2))
 
 
 def explained_pass(found: Mapping[str, Any]) -> None:
@@ -184,6 +224,7 @@ def inspected(shown: Mapping[str, Any]) -> None:
         "artifact",
         {
             **{name: manifest[name] for name in ("name", "version", "target", "dtype", "contract")},
+            **({"quality": _quality(manifest["quality"])} if manifest.get("quality") else {}),
             "model": f"{model['parameters'] / 1e6:.0f} M parameters, {model['layers']} layers, vocabulary {model['vocab']}",
             "license": model["license"],
             "made with": ", ".join(f"{name} {version}" for name, version in manifest["created_with"].items()),

@@ -87,6 +87,23 @@ class GoldenInfo(msgspec.Struct, frozen=True):
     bound: float
 
 
+class QualityInfo(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a quantized model lost beside the model as captured (fp32), on held-out data; verified=False: nobody measured."""
+
+    verified: bool
+    data: str = ""  # the name of the text
+    data_sha256: str = ""
+    tokens: int = 0
+    ppl: float | None = None
+    reference_ppl: float | None = None
+    kl: float | None = None  # nats
+    kl_p99: float | None = None
+    top1: float | None = None
+    limits: str = ""  # what had to hold
+    by: str = ""  # the artifact, or why its graph in eager PyTorch
+    bits_per_weight: float | None = None
+
+
 class Manifest(msgspec.Struct, frozen=True):
     """The compiler fills the first part; `artifact.write` fills the second."""
 
@@ -103,6 +120,7 @@ class Manifest(msgspec.Struct, frozen=True):
     kv: tuple[KvBuffer, ...] = ()
     kernels: tuple[Kernel, ...] = ()
     golden: GoldenInfo | None = None
+    quality: QualityInfo | None = None  # None where nothing was quantized and nothing measured
 
     schema: int = SCHEMA
     buckets: tuple[BucketInfo, ...] = ()

@@ -11,7 +11,7 @@ import hashlib
 import mmap
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -20,7 +20,7 @@ import msgspec
 from .artifact import GOLDEN, REPORT, TOKENIZER, WEIGHTS, Parts
 from .checksum import crc32c_chunks
 from .errors import RuntimeFault
-from .manifest import MANIFEST, BucketInfo, FileInfo, Manifest, WeightsInfo, encode
+from .manifest import MANIFEST, BucketInfo, FileInfo, Manifest, QualityInfo, WeightsInfo, decode, encode
 from .program import Program
 from .table import ATEN
 from .tensors import write_tensors
@@ -44,7 +44,17 @@ def write_artifact(path: Path, parts: Parts, force: bool, check: Callable[[Path]
         manifest = _fill(folder, parts)
         if check is not None:
             check(folder)
+            manifest = decode((folder / MANIFEST).read_bytes(), str(path))  # it may have been amended
     return manifest
+
+
+def amend(folder: Path, report: Mapping[str, object], quality: QualityInfo) -> None:
+    """What was found out about a written artifact, put into it before it gets its name: for the `check` of `write_artifact`."""
+    manifest = decode((folder / MANIFEST).read_bytes(), str(folder))
+    told = _write(folder / REPORT, lambda file: file.write(msgspec.json.encode(dict(report))))
+    raw = encode(msgspec.structs.replace(manifest, files={**manifest.files, REPORT: told}, quality=quality))
+    _write(folder / MANIFEST, lambda file: file.write(raw))
+    _sync_folder(folder)
 
 
 def copy_artifact(source: Path, path: Path, force: bool, check: Callable[[Path], object] | None = None) -> None:
