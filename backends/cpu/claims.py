@@ -13,56 +13,20 @@ from ...compiler.ir import target_name
 from ...compiler.ops.registry import arguments
 from ...compiler.placement import Limit
 from ..launch import Arg, Context, Launch, Out, Weight
+from . import claims_kv, claims_quantized
 from .pack import BLOCK
+from .spelling import ACT, FLOATS, MAX_K, PANEL, SHORT, Named
+from .spelling import ctypes_of as _t
+from .spelling import float_text as _float
+from .spelling import floats as _floats
+from .spelling import plain as _plain
+from .spelling import short as _s
+from .spelling import value as _value
+from .spelling import width as _width
 
-CTYPE = {torch.float32: "float", torch.bfloat16: "infc::bf16", torch.int32: "int32_t", torch.int64: "int64_t"}
-SHORT = {torch.float32: "f32", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
-FLOATS = (torch.float32, torch.bfloat16)
-PANEL = {torch.float32: "f32_n32", torch.bfloat16: "bf16_n32k2"}
-ACT = {"silu": "infc::SILU", "gelu": "infc::GELU", "gelu_tanh": "infc::GELU_TANH"}
-
-MAX_K = 32768                  # 14 rows of x of this length fit a thread's 2 MiB of scratch, in fp32 too
 MAX_VOCAB = 500_000            # a row's ids in the same 2 MiB
 MAX_HEAD_ROPE = 1024           # rope.h: MAX_HEAD, one head on the stack
 MAX_HEAD_ATTENTION = 256       # three blocks of 48 rows in scratch; wider heads were never tried
-
-Named = dict[str, Any]
-
-
-def _value(node: fx.Node) -> torch.Tensor:
-    return node.meta["val"]
-
-
-def _width(node: fx.Node) -> int | None:
-    """The last dim, if it is a number."""
-    size = _value(node).shape[-1]
-    return size if isinstance(size, int) else None
-
-
-def _floats(**nodes: fx.Node | None) -> str | None:
-    """The reason why one of these is not a contiguous f32 or bf16 tensor with a fixed last dim."""
-    for name, node in nodes.items():
-        if node is None: continue
-        if _value(node).dtype not in FLOATS: return f"{name} is {_value(node).dtype}, the kernel reads f32 and bf16"
-        if _width(node) is None: return f"the last dim of {name} is not fixed"
-    return None
-
-
-def _plain(node: fx.Node) -> Arg:
-    """A small weight as it is; a computed one is read from where it was computed."""
-    return Weight(node, "plain") if node.op == "placeholder" else node
-
-
-def _t(*values: fx.Node | torch.Tensor) -> str:
-    return ", ".join(CTYPE[_value(v).dtype if isinstance(v, fx.Node) else v.dtype] for v in values)
-
-
-def _s(node: fx.Node) -> str:
-    return SHORT[_value(node).dtype]
-
-
-def _float(value: float) -> str:
-    return f"{float(value)!r}f"
 
 
 # ---- products ----------------------------------------------------------------------------------------------------------
@@ -370,6 +334,8 @@ _TABLE: dict[str, tuple[Callable[[fx.Node, Named], str | None], Callable[[fx.Nod
     "infc.paged_attention": (_refuse_paged_attention, _lower_paged_attention),
     "infc.attention": (_refuse_attention, None),
     "infc.sample": (_refuse_sample, _lower_sample),
+    **claims_quantized.TABLE,
+    **claims_kv.TABLE,
     "aten.embedding": (_refuse_embedding, _lower_embedding),
     "aten.index_select": (_refuse_index_select, _lower_index_select),
     "aten._to_copy": (_refuse_cast, _lower_cast),

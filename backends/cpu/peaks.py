@@ -30,10 +30,13 @@ RESIDENT = 12 << 20                    # activations: more than the second-level
 MEMORY = 192 << 20                     # bytes read to see memory, at least 4 times the last cache
 
 _TYPES = {"bf16": "infc::bf16", "f32": "float"}
+_CODED = tuple((bits, acts) for bits in (8, 4) for acts in (16, 8))     # of weights and of rows, in groups of 32
 
 KERNELS = {
     **{f"product_{t}": f"infc::linear<{c}, float>(r, r->dims[0], {K}, {N}, b[0], b[1], nullptr, nullptr, b[2]);"
        for t, c in _TYPES.items()},
+    **{f"product_w{bits}a{acts}": f"infc::linear_of<infc::Coded<float, {bits}, 32, false, {acts}, 32>, float>(r, r->dims[0], {K}, {N}, "
+       "b[0], b[1], nullptr, nullptr, b[2]);" for bits, acts in _CODED},
     **{f"attention_{t}": f"infc::paged_attention<{c}, {c}, {c}, {HEAD}>(r, r->dims[0], r->dims[1], r->dims[3], {HEADS}, {GROUP}, "
        "0.125f, 0, 0.0f, b[0], b[1], b[2], b[3], b[4], b[5], b[6]);" for t, c in _TYPES.items()},
     "rows": f"infc::rms_norm<float, float, infc::bf16>(r, r->dims[0], {N}, 1e-5f, b[0], b[1], b[2]);",
@@ -41,7 +44,7 @@ KERNELS = {
     "scan": "infc::sample(r, r->dims[2], 32768, b[0], b[1], b[2], b[3], b[4], b[5]);",
     "nothing": "",
 }
-HEADERS = ("pool.h", "linear.h", "norm.h", "rope.h", "attention.h", "sample.h")
+HEADERS = ("pool.h", "linear.h", "quantized.h", "norm.h", "rope.h", "attention.h", "sample.h")
 
 
 def source() -> str:
@@ -120,6 +123,9 @@ def _products(m: TimedPool, big: np.ndarray, cases: dict[str, Callable[[], float
     for dtype, item in (("bf16", 2), ("f32", 4)):
         w = m.memory(K * N * item, np.uint16 if item == 2 else np.float32)
         cases[f"product_{dtype}"] = m.steps(f"product_{dtype}", [[x.ctypes.data, w.ctypes.data, y.ctypes.data]] * 4, [256])
+    for bits, acts in _CODED:                                 # a scale of two bytes for each 32 codes; any bits are codes
+        w = m.memory(K * N * (2 * bits + 1) // 16, np.uint16)
+        cases[f"product_w{bits}a{acts}"] = m.steps(f"product_w{bits}a{acts}", [[x.ctypes.data, w.ctypes.data, y.ctypes.data]] * 4, [256])
     size, copies = K * N * 2, 4
     warm = m.memory(copies * size)
     tables = [[x.ctypes.data, warm.ctypes.data + i * size, y.ctypes.data] for i in range(copies)]
@@ -195,7 +201,7 @@ def _peaks(took: Mapping[str, float], big: int, cpu: str, isa: str, threads: int
         cache_gb_s=64 * row / (took["rows"] - barrier), thread_cache_gb_s=row / max(took["row"] - barrier, 1e-9),
         weight_cache_gb_s=K * N * 2 / 1e9 / took["weights"], key_cache_gb_s=cached * 2 / 1e9 / keys["bf16"],
         scan_gb_s=32768 * 4 / 1e9 / took["scan"],
-        product_gflop_s={dtype: product / took[f"product_{dtype}"] for dtype in ("bf16", "f32")},
+        product_gflop_s={name.removeprefix("product_"): product / s for name, s in took.items() if name.startswith("product_")},
         attention_gflop_s={dtype: flops * pairs / 1e9 / max(took[f"attention_{dtype}"] - keys[dtype], 1e-9) for dtype in ("bf16", "f32")},
         exposed=min(1.0, max(0.0, exposed)), barrier_s=barrier, aten_call_s=_aten_call(), llc_bytes=llc,
         quiet=quiet)

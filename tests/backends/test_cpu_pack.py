@@ -4,13 +4,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from infc.backends.cpu.pack import LAYOUTS, pack_k, pack_v, unpack, unpack_k, unpack_v
+from infc.backends.cpu.pack import CODED, LAYOUTS, pack_k, pack_v, unpack, unpack_k, unpack_v
+from infc.compiler.ops.codes import groups, pack_codes
 
+WIDE = sorted(set(LAYOUTS) - {layout.name for layout in CODED})
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
 @settings(deadline=None, max_examples=40)
-@given(layout=st.sampled_from(sorted(LAYOUTS)), rows=st.integers(1, 70), k=st.integers(1, 40), dtype=st.sampled_from(sorted(DTYPES)))
+@given(layout=st.sampled_from(WIDE), rows=st.integers(1, 70), k=st.integers(1, 40), dtype=st.sampled_from(sorted(DTYPES)))
 def test_round_trip(layout: str, rows: int, k: int, dtype: str) -> None:
     if layout.endswith("swiglu"): rows *= 2
     if layout != "plain": dtype = layout.partition("_")[0]
@@ -46,3 +48,38 @@ def test_caches(dtype: torch.dtype) -> None:
 
 def test_a_layout_refuses_another_dtype() -> None:
     with pytest.raises(TypeError, match="bfloat16"): LAYOUTS["f32_n32"](torch.zeros(2, 2).bfloat16())
+
+
+@settings(deadline=None, max_examples=150)
+@given(layout=st.sampled_from(CODED), rows=st.integers(1, 70), k=st.integers(1, 300), seed=st.integers(0, 99))
+def test_coded_round_trip(layout, rows: int, k: int, seed: int) -> None:
+    """Codes, scales and offsets come back, whatever the rest of a group, a block, a byte or a panel."""
+    if layout.swiglu: rows *= 2
+    pick = torch.Generator().manual_seed(seed)
+    codes = pack_codes(torch.randint(0, 2**layout.bits, (rows, k), generator=pick, dtype=torch.uint8), layout.bits)
+    scales = [torch.randn(rows, groups(k, layout.group), generator=pick).half() for _ in range(1 + layout.offset)]
+    packed = LAYOUTS[layout.name](codes, *scales)
+    assert packed.flags.c_contiguous and packed.dtype == np.uint8
+    for found, was in zip(layout.unpack(packed, rows, k), (codes, *scales), strict=True): assert torch.equal(found, was)
+
+
+def test_coded_panels() -> None:
+    """Byte by byte as quantized.h reads it: a group's scales and offsets, then four k of a column side by side."""
+    pick = torch.Generator().manual_seed(0)
+    each = torch.randint(0, 16, (40, 150), generator=pick, dtype=torch.uint8)
+    scale, offset = (torch.randn(40, 3, generator=pick).half() for _ in range(2))
+    panel_bytes = 3 * 128 + 5 * 512                    # three groups of 64, five blocks of 32
+    packed = torch.from_numpy(LAYOUTS["q4_g64_n32_offset"](pack_codes(each, 4), scale, offset))
+    assert packed.shape == (2, panel_bytes)
+    for row, k in ((0, 0), (17, 5), (39, 63), (31, 64), (38, 149)):
+        panel, block, inside = packed[row // 32], k // 32, k % 32
+        group = k // 64 * (128 + 2 * 512)
+        heads = panel[group : group + 128].view(torch.float16)
+        assert heads[row % 32] == scale[row, k // 64] and heads[32 + row % 32] == offset[row, k // 64]
+        byte = int(panel[group + 128 + block % 2 * 512 + inside // 4 % 4 * 128 + row % 32 * 4 + inside % 4])
+        assert (byte >> 4 if inside >= 16 else byte & 15) == each[row, k]
+
+
+def test_a_coded_layout_wants_all_its_parts() -> None:
+    with pytest.raises(TypeError, match="2 tensors go beside the codes"):
+        LAYOUTS["q8_g32_n32_offset"](torch.zeros(2, 32, dtype=torch.uint8), torch.ones(2, 1).half())

@@ -75,12 +75,6 @@ __attribute__((noinline)) void panel_product(const typename Dot<T>::Lhs* x, cons
     }
 }
 
-template <class T> using PanelProduct = void (*)(const typename Dot<T>::Lhs*, const char*, int64_t, int64_t, const End&, float*);
-template <class T, size_t... R> inline PanelProduct<T> pick(int64_t rows, std::index_sequence<R...>) {
-    static constexpr PanelProduct<T> table[] = {panel_product<T, int(R) + 1>...};
-    return table[rows - 1];
-}
-
 // rows of x in panels of `height` rows each, [tile][chunk][height][LDA]
 template <class T> void pack_rows(typename Dot<T>::Lhs* to, const T* x, int64_t height, int64_t k) {
     constexpr int64_t CHUNK = Lhs<T>::CHUNK_K;
@@ -91,54 +85,76 @@ template <class T> void pack_rows(typename Dot<T>::Lhs* to, const T* x, int64_t 
         }
 }
 
-// Calls emit(first row, rows, panel, float[rows][32]) for each finished tile of x [rows, k] @ w [panels * 32, k].T;
-// touches(row, panel) says what of that row it will read and write.
-template <class T, class Touches, class Emit>
-INFC_INLINE void product(const infc_run* r, int64_t rows, const T* x, const void* weights, int64_t k, int64_t panels, Touches touches,
-                         Emit emit) {
-    constexpr int64_t MAX = Shape<T>::ROWS;
+// What `product` needs to know of a format of weights: here the weights themselves, of type T.
+template <class T> struct Wide {
+    using X = T;
     using L = typename Dot<T>::Lhs;
+    static constexpr int64_t ROWS = Shape<T>::ROWS;                    // of a tile
+    static int64_t row_bytes(int64_t k) { return Lhs<T>::row_elements(k) * int64_t(sizeof(L)); }
+    static int64_t panel_bytes(int64_t k) { return Lhs<T>::steps(k) * 128; }
+    // one row that already lies as a panel would is read where it is
+    static bool in_place(int64_t rows, int64_t k) {
+        return rows == 1 && sizeof(typename Panel<T>::type) == sizeof(T) && k % Dot<T>::K == 0;
+    }
+    static void pack(void* to, const T* x, int64_t height, int64_t k) { pack_rows<T>(static_cast<L*>(to), x, height, k); }
+    template <int R> static void panel(const void* x, const char* w, int64_t k, int64_t ahead, const End& end, float* out) {
+        panel_product<T, R>(static_cast<const L*>(x), w, k, ahead, end, out);
+    }
+};
+
+using PanelProduct = void (*)(const void*, const char*, int64_t, int64_t, const End&, float*);
+template <class F, size_t... R> inline PanelProduct pick(int64_t rows, std::index_sequence<R...>) {
+    static constexpr PanelProduct table[] = {&F::template panel<int(R) + 1>...};
+    return table[rows - 1];
+}
+
+// Calls emit(first row, rows, panel, float[rows][32]) for each finished tile of x [rows, k] @ w [panels * 32, k].T, w in the
+// format F; touches(row, panel) says what of that row it will read and write.
+template <class F, class Touches, class Emit>
+INFC_INLINE void product(const infc_run* r, int64_t rows, const typename F::X* x, const void* weights, int64_t k, int64_t panels,
+                         Touches touches, Emit emit) {
+    constexpr int64_t MAX = F::ROWS;
     const bool by_rows = rows >= 32 * r->threads;
     Span mine_rows = by_rows ? share(rows, r->thread, r->threads) : Span{0, rows};
     Span mine = by_rows ? Span{0, panels} : share(panels, r->thread, r->threads);
     if (mine.begin == mine.end) return;
-    const int64_t row_elements = Lhs<T>::row_elements(k), panel_bytes = Lhs<T>::steps(k) * 128;
-    const int64_t fit = LHS_BYTES / int64_t(sizeof(L)) / row_elements, at_once = fit < MAX ? MAX : fit;
+    const int64_t row_bytes = F::row_bytes(k), panel_bytes = F::panel_bytes(k);
+    const int64_t fit = LHS_BYTES / row_bytes, at_once = fit < MAX ? MAX : fit;
     const char* w = static_cast<const char*>(weights);
-    auto* packed = static_cast<L*>(r->scratch);
+    auto* packed = static_cast<char*>(r->scratch);
     alignas(64) float out[MAX * COLS];
     for (int64_t begin = mine_rows.begin; begin < mine_rows.end;) {
         int64_t chunks = (mine_rows.end - begin + at_once - 1) / at_once;              // equal chunks, then equal tiles
         int64_t n = (mine_rows.end - begin + chunks - 1) / chunks, tiles = (n + MAX - 1) / MAX;
-        // one row that already lies as a panel would is read where it is
-        const bool in_place = n == 1 && sizeof(typename Panel<T>::type) == sizeof(T) && k % Dot<T>::K == 0;
-        const L* lhs = in_place ? reinterpret_cast<const L*>(x + begin * k) : packed;
+        const bool in_place = F::in_place(n, k);
+        const char* lhs = in_place ? reinterpret_cast<const char*>(x + begin * k) : packed;
         const int64_t ahead = tiles == 1 ? AHEAD : panel_bytes;
         for (int64_t p = mine.begin; p < mine.end; p++)
             for (int64_t t = 0; t < tiles; t++) {
                 const Span s = share(n, t, tiles);
                 const int64_t height = s.end - s.begin;
-                const T* from = x + (begin + s.begin) * k;
+                const auto* from = x + (begin + s.begin) * k;
                 if (p == mine.begin && !in_place) {
-                    pack_rows<T>(packed + s.begin * row_elements, from, height, k);
+                    F::pack(packed + s.begin * row_bytes, from, height, k);
                     if (t + 1 < tiles)                   // the next rows come while this tile is worked on
                         fetch<2>(from + height * k, (share(n, t + 1, tiles).end - s.end) * k);
                 }
                 const End end = tiles == 1 ? End{} : touches(begin + s.begin, p);
-                pick<T>(height, std::make_index_sequence<MAX>())(lhs + s.begin * row_elements, w + p * panel_bytes, k, ahead, end, out);
+                pick<F>(height, std::make_index_sequence<MAX>())(lhs + s.begin * row_bytes, w + p * panel_bytes, k, ahead, end, out);
                 emit(begin + s.begin, height, p, out);
             }
         begin += n;
     }
 }
 
-template <class T, class Y, class B = float, class E = float>
-void linear(const infc_run* r, int64_t rows, int64_t k, int64_t n, const void* x, const void* w, const void* bias,
-            const void* residual, void* y) {
+// F: the format of w; Y, B, E: the types of y, bias and residual
+template <class F, class Y, class B = float, class E = float>
+void linear_of(const infc_run* r, int64_t rows, int64_t k, int64_t n, const void* x, const void* w, const void* bias,
+               const void* residual, void* y) {
     const auto* plus = static_cast<const B*>(bias);
     const auto* above = static_cast<const E*>(residual);
     auto* to = static_cast<Y*>(y);
-    product<T>(r, rows, static_cast<const T*>(x), w, k, (n + COLS - 1) / COLS, [&](int64_t row, int64_t panel) {
+    product<F>(r, rows, static_cast<const typename F::X*>(x), w, k, (n + COLS - 1) / COLS, [&](int64_t row, int64_t panel) {
         const int64_t at = row * n + panel * COLS;
         return End{above && sizeof(E) == sizeof(Y) ? reinterpret_cast<const char*>(above + at) : nullptr,
                    reinterpret_cast<const char*>(to + at), n * int64_t(sizeof(Y)), COLS * int64_t(sizeof(Y))};
@@ -161,6 +177,12 @@ void linear(const infc_run* r, int64_t rows, int64_t k, int64_t n, const void* x
             }
         }
     });
+}
+
+template <class T, class Y, class B = float, class E = float>
+void linear(const infc_run* r, int64_t rows, int64_t k, int64_t n, const void* x, const void* w, const void* bias,
+            const void* residual, void* y) {
+    linear_of<Wide<T>, Y, B, E>(r, rows, k, n, x, w, bias, residual, y);
 }
 
 }  // namespace infc

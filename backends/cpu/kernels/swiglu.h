@@ -42,9 +42,9 @@ template <class X, class Y, Act A> void swiglu(const infc_run* r, int64_t rows, 
 }
 
 // The panel of 32 columns holds 16 of the gate and the matching 16 of up, so the end of the product is local.
-template <class T, class Y, Act A>
-void linear_swiglu(const infc_run* r, int64_t rows, int64_t k, int64_t f, const void* x, const void* w, void* y) {
-    product<T>(r, rows, static_cast<const T*>(x), w, k, (f + 15) / 16, [&](int64_t row, int64_t panel) {
+template <class F, class Y, Act A>
+void linear_swiglu_of(const infc_run* r, int64_t rows, int64_t k, int64_t f, const void* x, const void* w, void* y) {
+    product<F>(r, rows, static_cast<const typename F::X*>(x), w, k, (f + 15) / 16, [&](int64_t row, int64_t panel) {
         return End{nullptr, reinterpret_cast<const char*>(static_cast<Y*>(y) + row * f + panel * 16), f * int64_t(sizeof(Y)),
                    16 * int64_t(sizeof(Y))};
     }, [&](int64_t row, int64_t count, int64_t panel, const float* out) {
@@ -52,6 +52,11 @@ void linear_swiglu(const infc_run* r, int64_t rows, int64_t k, int64_t f, const 
             store_some(static_cast<Y*>(y) + (row + i) * f + c,
                        activate<Y, A>(load16(out + i * COLS)) * load16(out + i * COLS + 16), f - c);
     });
+}
+
+template <class T, class Y, Act A>
+void linear_swiglu(const infc_run* r, int64_t rows, int64_t k, int64_t f, const void* x, const void* w, void* y) {
+    linear_swiglu_of<Wide<T>, Y, A>(r, rows, k, f, x, w, y);
 }
 
 }  // namespace infc
