@@ -1,5 +1,5 @@
 """How far two graphs' next-token distributions are apart, beside what bf16 itself costs."""
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,14 +14,20 @@ from .step_batch import StepSamples
 NARROW, WIDE = torch.bfloat16, torch.float32
 
 
-def divergences(before: Graph, after: Graph) -> tuple[float, float]:
-    """Mean KL of next-token distributions, for a step graph over whole prompts: (fp32 || ours, fp32 || eager bf16)."""
+def divergences(
+    before: Graph, after: Graph, convert: Callable[[tuple[Tensor, ...]], Sequence[Tensor]] | None = None,
+) -> tuple[float, float]:
+    """Mean KL of next-token distributions, for a step graph over whole prompts: (fp32 || ours, fp32 || eager bf16).
+
+    convert: a sample of `before` -> one of `after`; by default the same tensors in its dtypes.
+    """
     index = before.outputs.index("logits") if "logits" in before.outputs else len(before.outputs) - 1
     every = before.sample_inputs.prompts() if isinstance(before.sample_inputs, StepSamples) else samples(before, "fast")
     ours, eager, dtypes = [], [], input_dtypes(after)
     for sample in every:
         truth = before.run(*map(torch.clone, sample))[index]
-        ours.append(divergence(truth, after.run(*map(torch.clone, converted(sample, dtypes)))[index]))
+        given = converted(sample, dtypes) if convert is None else convert(sample)
+        ours.append(divergence(truth, after.run(*map(torch.clone, given))[index]))
         eager.append(divergence(truth, _run_eager_bf16(before, sample)[index]))
     return float(torch.cat(ours).mean()), float(torch.cat(eager).mean())
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .ir import Graph
 from .ops import BLOCK
+from .ops.kv_quantized import stored
 
 
 @dataclass
@@ -38,9 +39,15 @@ class Pool:
         return Stream(tokens, blocks)
 
     def caches(self, graph: Graph, dtype: torch.dtype | None = None) -> list[Tensor]:
-        """One poisoned tensor per KV placeholder: reading what was not written shows."""
-        fakes = [graph.placeholders[name].meta["val"] for name in graph.kv]
-        return [torch.full((self.count, *map(int, fake.shape[1:])), torch.nan, dtype=dtype or fake.dtype) for fake in fakes]
+        """One poisoned tensor per KV placeholder: reading what was not written shows. Codes i8 have no NaN, their scales do.
+
+        dtype: of the wide caches, in place of their own.
+        """
+        caches = []
+        for fake in (graph.placeholders[name].meta["val"] for name in graph.kv):
+            kind, fill = fake.dtype if dtype is None or fake.dtype.itemsize == 1 else dtype, torch.nan if fake.is_floating_point() else -1
+            caches.append(torch.full((self.count, *map(int, fake.shape[1:])), fill, dtype=torch.float32).to(kind))
+        return caches
 
 
 def step_inputs(work: Sequence[tuple[Stream, int]], padding: int = 0, empty: int = 0) -> dict[str, Tensor]:
@@ -92,6 +99,7 @@ class StepSamples:
     cache_shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     vocab: int
     longest: int                       # positions the model has
+    formats: tuple[str, ...] = ()      # of each cache's codes, "none" where it is wide; () where all are
 
     def for_inputs(self, names: Sequence[str]) -> "StepSamples":
         """The same mixes for a graph with these inputs."""
@@ -125,7 +133,13 @@ class StepSamples:
         given |= sampling(len(rows), generator) | {"sample_rows": rows}
         caches = [torch.randn((8, *shape), generator=generator).to(dtype) for shape, dtype in self.cache_shapes]
         for cache in caches: cache[[0, *pool.free]] = torch.nan
-        return (*(given[name] for name in self.names), *caches)
+        return (*(given[name] for name in self.names), *self.held(caches))
+
+    def held(self, caches: Sequence[Tensor]) -> list[Tensor]:
+        """Wide caches as the graph holds them: codes and their scales where it is quantized."""
+        formats = self.formats or ("none",) * len(caches)
+        pairs = zip(caches, formats, strict=True)
+        return [part for cache, format in pairs for part in ((cache,) if format == "none" else stored(cache, format))]
 
 
 def sampling(rows: int, generator: torch.Generator) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ class Target:
     flags: tuple[str, ...]
     description: str
     source: str
+    kv_formats: tuple[str, ...] = ("int8",)          # of a quantized KV cache that has kernels here
 
 
 # The psABI's micro-architecture levels: gitlab.com/x86-psABIs/x86-64-ABI, table 3.1 ("x86-64-v3", "x86-64-v4").

@@ -93,8 +93,8 @@ def golden(captured: Graph, graph: Graph, buckets: Sequence[int]) -> Golden:
 
 
 def quantized(graph: Graph) -> bool:
-    """Does it hold weights as codes?"""
-    return any(node.target in CODED for node in graph.nodes)
+    """Does it hold weights or its KV cache as codes?"""
+    return any(node.target in CODED or node.target is infc.paged_attention_quantized.default for node in graph.nodes)
 
 
 def _narrow(graph: Graph) -> bool:

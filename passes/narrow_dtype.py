@@ -45,6 +45,10 @@ def run(graph: Graph, report: Report) -> int:
         for cache in caches: _retype(graph, cache)
         _set(node, q=_cast(graph, node.args[0], casts, node), out_dtype=WIDE)
         fired += 1
+    for node in [n for n in graph.nodes if n.target is infc.paged_attention_quantized.default and n.args[0].meta["val"].dtype == WIDE]:
+        if not report.may_fire(): break
+        _set(node, q=_cast(graph, node.args[0], casts, node), out_dtype=WIDE)           # its caches are narrower than this already
+        fired += 1
     if fired:
         for cast in casts.values(): _absorb(cast)
         if graph.sample_inputs is not None: graph.sample_inputs = SamplesAs(graph.sample_inputs, input_dtypes(graph))

@@ -66,7 +66,7 @@ class Change:
 def kind_of(op: str) -> str:
     """What binds and measures a step alike: product, attention, gather, sample, aten, loop or rows (norms, rotations, casts)."""
     if op in ("infc.linear", "infc.linear_swiglu", "infc.linear_quantized", "infc.linear_swiglu_quantized"): return "product"
-    if op in ("infc.paged_attention", "infc.attention"): return "attention"
+    if op in ("infc.paged_attention", "infc.paged_attention_quantized", "infc.attention"): return "attention"
     if op == "infc.sample": return "sample"
     if op in ("aten.embedding", "aten.index_select", "infc.embedding_quantized"): return "gather"
     if op.startswith("loop."): return "loop"

@@ -4,6 +4,7 @@ import torch
 from .add_rms_norm import add_rms_norm
 from .attention import attention
 from .dequantize import dequantize, dequantize_rows, quantize_rows
+from .kv_quantized import kv_write_quantized, paged_attention_quantized, rope_kv_write_quantized
 from .kv_write import BLOCK, kv_write
 from .layer_norm import layer_norm
 from .linear import linear
@@ -22,7 +23,8 @@ infc = torch.ops.infc
 
 __all__ = [
     "BLOCK", "Cost", "Operator", "add_rms_norm", "arguments", "aten", "attention", "by_name", "cost_of",
-    "dequantize", "dequantize_rows", "embedding_quantized", "infc", "kv_write", "layer_norm", "linear",
+    "dequantize", "dequantize_rows", "embedding_quantized", "infc", "kv_write", "kv_write_quantized", "layer_norm", "linear",
     "linear_quantized", "linear_swiglu", "linear_swiglu_quantized", "names", "nbytes", "operator", "operator_of",
-    "paged_attention", "quantize_rows", "rms_norm", "rope", "rope_kv_write", "sample", "swiglu",
+    "paged_attention", "paged_attention_quantized", "quantize_rows", "rms_norm", "rope", "rope_kv_write", "rope_kv_write_quantized",
+    "sample", "swiglu",
 ]

@@ -1,4 +1,6 @@
 """infc::paged_attention: causal attention of a mixed batch over the paged KV cache."""
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,27 @@ def cost(
         key_bytes=kv_heads * (head * k_cache.element_size() + head_v * v_cache.element_size()))
 
 
+def attend(
+    q: Tensor, keys_values: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], cache: Sequence[int], head_v: int, query_start: Tensor,
+    context_len: Tensor, block_table: Tensor, scale: float, window: int, softcap: float,
+) -> Tensor:
+    """[T,Hq*head_v] in the compute dtype. keys_values: (blocks, offsets) of a sequence's tokens -> its keys and values [context,Hkv,D];
+    cache: shape of the K cache."""
+    wide, block, group = compute_dtype(q.dtype), cache[2], heads_per_group(q.shape[1], cache[1])
+    out = torch.zeros(q.shape[0], q.shape[1], head_v, dtype=wide, device=q.device)
+    starts = query_start.tolist()
+    for n, context in enumerate(context_len.tolist()):
+        first, last = starts[n], starts[n + 1]
+        if first == last: continue                         # a padded sequence
+        position = torch.arange(context, device=q.device)
+        keys, values = (t.transpose(0, 1).repeat_interleave(group, 0)                   # [Hq, context, D]
+                        for t in keys_values(block_table[n, position // block].long(), position % block))
+        scores = q[first:last].to(wide).transpose(0, 1) @ keys.transpose(-1, -2) * scale
+        seen = visible("causal", window, last - first, context, q.device)
+        out[first:last] = (weigh(scores, seen, softcap) @ values).transpose(0, 1)
+    return out.flatten(1)
+
+
 @operator("infc::paged_attention", cost=cost)
 def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, query_start: Tensor, context_len: Tensor, block_table: Tensor,
@@ -32,21 +55,13 @@ def paged_attention(
     last `window` of them. Key p lies in block block_table[n, p // block], offset p % block. Tokens of no sequence
     (padding) give 0; nothing beyond context_len is read. Sums in fp32 (fp64 for fp64).
     """
-    wide, block, head_v = compute_dtype(q.dtype), k_cache.shape[2], v_cache.shape[3]
-    group = heads_per_group(q.shape[1], k_cache.shape[1])
-    out = torch.zeros(q.shape[0], q.shape[1], head_v, dtype=wide, device=q.device)
-    starts = query_start.tolist()
-    for n, context in enumerate(context_len.tolist()):
-        first, last = starts[n], starts[n + 1]
-        if first == last: continue                         # a padded sequence
-        position = torch.arange(context, device=q.device)
-        blocks = block_table[n, position // block].long()
-        keys, values = (c[blocks, :, position % block].to(wide).transpose(0, 1).repeat_interleave(group, 0)
-                        for c in (k_cache, v_cache))       # [Hq, context, D]
-        scores = q[first:last].to(wide).transpose(0, 1) @ keys.transpose(-1, -2) * scale
-        seen = visible("causal", window, last - first, context, q.device)
-        out[first:last] = (weigh(scores, seen, softcap) @ values).transpose(0, 1)
-    return out.flatten(1).to(out_dtype or q.dtype)
+    wide = compute_dtype(q.dtype)
+
+    def keys_values(blocks: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        return k_cache[blocks, :, offsets].to(wide), v_cache[blocks, :, offsets].to(wide)
+
+    out = attend(q, keys_values, k_cache.shape, v_cache.shape[3], query_start, context_len, block_table, scale, window, softcap)
+    return out.to(out_dtype or q.dtype)
 
 
 @paged_attention.register_fake

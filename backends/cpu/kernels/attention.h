@@ -4,6 +4,8 @@
 // read. The work (pages x tiles of rows) is one line, cut evenly among the threads: a cut may fall inside an item, whose
 // parts are then combined, in order, by the thread that began it. So one long decode, many short ones and a prefill are all
 // balanced, without a lock.
+//
+// A cache of codes has a scale a token: K's meets the scores, V's the probabilities, so the products are of codes alone.
 #pragma once
 #include <type_traits>
 #include "paged.h"
@@ -22,16 +24,28 @@ template <int D> struct Softmax {                        // of BLOCK_ROWS rows; 
 
 struct Item { int64_t token, head, row, rows, first_pos, page, pages, sequence; };     // rows of the group order (token, head)
 
+template <class C> struct Sides { using KeyCodes = C; };               // how K lies, where it is not as V
+template <> struct Sides<code8> { using KeyCodes = biased8; };
+template <> struct Sides<digits8> { using KeyCodes = biased8; };
+
 template <class C, int D> struct Attention {
     using L = typename Dot<C>::Lhs;
     static constexpr int K = Dot<C>::K, A = Dot<C>::A;
+    static constexpr bool CODED = std::is_same<C, code8>::value || std::is_same<C, digits8>::value;
+    static constexpr bool DIGITS = INFC_DIGITS && std::is_same<C, digits8>::value;
     static constexpr int Q_LDA = D / K * A, P_LDA = int(CHUNK * PAGE) / K * A, VECS = Shape<C>::VECS;
     static constexpr int ROWS = Shape<C>::ROWS > 12 ? 12 : Shape<C>::ROWS;
-    static constexpr bool FINE = sizeof(C) == 4;                       // else probabilities are rounded to bf16
+    static constexpr bool FINE = sizeof(C) == 4 || std::is_same<C, code8>::value;      // else probabilities are rounded to bf16
     static constexpr int64_t PAGE_BYTES = PAGE * D * sizeof(C);
 
     // one call: the pages of a chunk, and how many of their tokens any row of the block may see
-    struct Chunk { const char* k[CHUNK]; const char* v[CHUNK]; const char* next[CHUNK]; int64_t pages, tokens, first_token; };
+    struct Chunk {
+        const char *k[CHUNK], *v[CHUNK], *next[CHUNK];
+        const float* k_scale[CHUNK];                     // of codes
+        alignas(64) float v_scale[CHUNK * PAGE];         // 0 for the tokens behind the last: theirs may be NaN
+        float odd;                                       // 0, or NaN where one of v_scale is not finite
+        int64_t pages, tokens, first_token;
+    };
     struct Mask { int64_t first_row, group, first_pos, window; };      // row -> the span of positions it sees
     struct Scale {
         float scale, cap;                                // cap 0: none
@@ -51,16 +65,23 @@ template <class C, int D> struct Attention {
 
     // q @ K.T of a chunk, and each row's largest scores
     template <int R, int V>
-    static INFC_INLINE void scores(const L* q, const Chunk& c, int v0, float (*s)[CHUNK * PAGE], f32x16* top) {
+    static INFC_INLINE void scores(const L* q, const QueryRow* rows, const Chunk& c, int v0, float (*s)[CHUNK * PAGE], f32x16* top) {
         for (int64_t j = 0; j < c.pages; j++) {
-            Tile<C, R, V, Q_LDA> tile;
+#if INFC_DIGITS
+            typename std::conditional<DIGITS, DigitTile<true, R, V, Q_LDA>, Tile<typename Sides<C>::KeyCodes, R, V, Q_LDA>>::type tile;
+#else
+            Tile<typename Sides<C>::KeyCodes, R, V, Q_LDA> tile;
+#endif
             tile.zero();
             tile.steps(q, c.k[j] + v0 * 64, 128, D / K, c.v[j] + v0 * 64);
 #pragma GCC unroll 16
             for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
                 for (int v = 0; v < V; v++) {
-                    f32x16 x = tile.total(r, v);
+                    f32x16 x;
+                    if constexpr (DIGITS) x = tile.total(r, v, rows[r].unbias) * splat(rows[r].scale);
+                    else x = tile.total(r, v);
+                    if (CODED) x = x * load16(c.k_scale[j] + (v0 + v) * 16);
                     store16(&s[r][j * PAGE + (v0 + v) * 16], x);
                     top[r] = maximum(x, top[r]);
                 }
@@ -85,8 +106,8 @@ template <class C, int D> struct Attention {
         for (int64_t j = 0; j < c.pages; j++) {
             int64_t n = c.tokens - j * PAGE < PAGE ? c.tokens - j * PAGE : PAGE;
             const L* a = p + j * PAGE / K * A;
-            tile.steps(a, c.v[j] + v0 * 64, D * K * int64_t(sizeof(C)), n / K, c.next[j] + v0 * 64);
-            if (n % K) {                                 // the token beside the last one is not ours: it may hold a NaN
+            tile.steps(a, c.v[j] + v0 * 64, D * K * int64_t(sizeof(C)), CODED ? (n + K - 1) / K : n / K, c.next[j] + v0 * 64);
+            if (!CODED && n % K) {                       // the token beside the last one is not ours: it may hold a NaN
                 alignas(64) char last[64 * V];
                 for (int v = 0; v < V; v++) {
                     const char* at = c.v[j] + n / K * D * K * int64_t(sizeof(C)) + (v0 + v) * 64;
@@ -104,15 +125,35 @@ template <class C, int D> struct Attention {
             }
     }
 
+#if INFC_DIGITS
+    template <int R, int V>
+    static INFC_INLINE void digit_values(const L* p, const float* unit, const Chunk& c, int v0, const float* alpha, float (*o)[D]) {
+        DigitTile<false, R, V, P_LDA> tile;
+        tile.zero();
+        for (int64_t j = 0; j < c.pages; j++) {
+            int64_t n = c.tokens - j * PAGE < PAGE ? c.tokens - j * PAGE : PAGE;
+            tile.steps(p + j * PAGE / K, c.v[j] + v0 * 64, D * K, (n + K - 1) / K, c.next[j] + v0 * 64);
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+            for (int v = 0; v < V; v++) {
+                float* at = o[r] + (v0 + v) * 16;
+                store16(at, fma(load16(at), splat(alpha[r]), tile.total(r, v) * splat(unit[r])));
+            }
+    }
+
+#endif
+
     template <int R>
-    static __attribute__((noinline)) void tile_chunk(const L* q, const Chunk& c, const Scale& scale, const Mask& mask,
+    static __attribute__((noinline)) void tile_chunk(const L* q, const QueryRow* rows, const Chunk& c, const Scale& scale, const Mask& mask,
                                                      int64_t row, int64_t live, float* m, f32x16* l, float (*o)[D]) {
         alignas(64) float s[R][CHUNK * PAGE];
         alignas(64) L p[R * P_LDA];
         alignas(64) float peak[16], base[16], alpha[16];               // of all rows at once
         f32x16 top[R];
         for (int i = 0; i < R; i++) top[i] = splat(-__builtin_inff());
-        for (int v0 = 0; v0 < 2; v0 += VECS) scores<R, VECS>(q, c, v0, s, top);
+        for (int v0 = 0; v0 < 2; v0 += VECS) scores<R, VECS>(q, rows, c, v0, s, top);
         for (int i = 0; i < R; i++) {
             int64_t at = i < live ? i : live - 1;                      // rows past the last repeat it
             int64_t pos = mask.first_pos + (mask.first_row + row + at) / mask.group;
@@ -125,23 +166,52 @@ template <class C, int D> struct Attention {
         store_some(m, now, R);
         store16(base, from);
         store16(alpha, scale.term(old, from));
+        float unit[R];                                   // of digits
         auto* out = reinterpret_cast<typename Panel<C>::type*>(p);
         for (int i = 0; i < R; i++) {
-            f32x16 sum = l[i] * splat(alpha[i]), zero = splat(base[i]);
+            f32x16 sum = l[i] * splat(alpha[i]), zero = splat(base[i]), largest = splat(0.0f);
 #pragma GCC unroll 4
             for (int64_t k = 0; k < c.pages * PAGE; k += 16) {
                 f32x16 e = scale.term(load16(s[i] + k), zero);
                 sum = sum + e;
-                store16(out + i * CHUNK * PAGE + k, e);
+                if (CODED) e = e * load16(c.v_scale + k);
+                if constexpr (DIGITS) store16(s[i] + k, e), largest = maximum(e, largest);
+                else store16(out + i * CHUNK * PAGE + k, e);
             }
             l[i] = sum;
+#if INFC_DIGITS
+            if constexpr (DIGITS) {
+                const float top = reduce_max(largest);
+                for (int64_t k = c.pages * PAGE; k < CHUNK * PAGE; k += 16) store16(s[i] + k, splat(0.0f));
+                pack_unsigned<int(CHUNK * PAGE)>(p + i * P_LDA, s[i], top);
+                unit[i] = top * (1 / 65280.0f) + c.odd;
+            }
+#endif
         }
         constexpr int VECTORS = D / 16;
-        for (int v0 = 0; v0 + VECS <= VECTORS; v0 += VECS) values<R, VECS>(p, c, v0, alpha, o);
-        if constexpr (VECTORS % VECS != 0) values<R, 1>(p, c, VECTORS - 1, alpha, o);
+#if INFC_DIGITS
+        if constexpr (DIGITS) {
+            for (int v0 = 0; v0 + VECS <= VECTORS; v0 += VECS) digit_values<R, VECS>(p, unit, c, v0, alpha, o);
+            if constexpr (VECTORS % VECS != 0) digit_values<R, 1>(p, unit, c, VECTORS - 1, alpha, o);
+            return;
+        } else
+#endif
+        {
+            for (int v0 = 0; v0 + VECS <= VECTORS; v0 += VECS) values<R, VECS>(p, c, v0, alpha, o);
+            if constexpr (VECTORS % VECS != 0) values<R, 1>(p, c, VECTORS - 1, alpha, o);
+        }
+        (void)unit;
     }
 
-    using TileChunk = void (*)(const L*, const Chunk&, const Scale&, const Mask&, int64_t, int64_t, float*, f32x16*, float (*)[D]);
+    // n rows of queries as the products read them
+    template <class Q> static INFC_INLINE void pack(L* to, QueryRow* row, const Q* from) {
+#if INFC_DIGITS
+        if constexpr (DIGITS) { *row = pack_signed<D>(to, from); return; } else
+#endif
+        { (void)row; pack_row<C>(to, from, D, D); }
+    }
+
+    using TileChunk = void (*)(const L*, const QueryRow*, const Chunk&, const Scale&, const Mask&, int64_t, int64_t, float*, f32x16*, float (*)[D]);
     static INFC_INLINE TileChunk pick(int64_t rows, int& height) {     // few heights: each is code to compile
         auto at = [&](auto h) -> TileChunk { height = h.value; return &tile_chunk<h.value>; };
         if (rows == 1) return at(std::integral_constant<int, 1>());
@@ -155,16 +225,35 @@ template <class C, int D> struct Attention {
 
     struct Cache {
         const char *k, *v;
+        const float *k_scale, *v_scale;
         const int32_t* table;
         int64_t width, kv_heads;
-        INFC_INLINE const char* page(const char* cache, const Item& item, int64_t p) const {
-            return cache + (int64_t(table[item.sequence * width + item.page + p]) * kv_heads + item.head) * PAGE_BYTES;
+        INFC_INLINE int64_t number(const Item& item, int64_t p) const {
+            return int64_t(table[item.sequence * width + item.page + p]) * kv_heads + item.head;
+        }
+        INFC_INLINE const char* page(const char* cache, const Item& item, int64_t p) const { return cache + number(item, p) * PAGE_BYTES; }
+        INFC_INLINE void scales(Chunk& c, const Item& item, int64_t p, int64_t to) const {      // of the chunk that begins at page p
+            f32x16 odd = splat(0.0f);
+            for (int64_t j = 0; j < c.pages; j++) {
+                const float* of_v = v_scale + number(item, p + j) * PAGE;
+                c.k_scale[j] = k_scale + number(item, p + j) * PAGE;
+                for (int64_t i = 0; i < PAGE; i += 16) {
+                    auto there = iota() + splat_i32(int32_t(j * PAGE + i)) < splat_i32(int32_t(c.tokens));
+                    f32x16 x = select(there, load16(of_v + i), splat(0.0f));
+                    store16(c.v_scale + j * PAGE + i, x);
+                    odd = odd + (x - x);
+                }
+                if (p + CHUNK + j >= to) continue;
+                const int64_t after = number(item, p + CHUNK + j) * PAGE;
+                for (int64_t i = 0; i < PAGE; i += 16) __builtin_prefetch(k_scale + after + i, 0, 2), __builtin_prefetch(v_scale + after + i, 0, 2);
+            }
+            c.odd = reduce_add(odd);
         }
     };
 
     // pages [from, to) of the item into st; panel holds its query rows. While the last chunk meets its values, the first
     // keys of `after` (the next item of this thread, from its page `after_from`) are fetched.
-    static void run(const Item& item, int64_t from, int64_t to, const Item& after, int64_t after_from, const L* panel,
+    static void run(const Item& item, int64_t from, int64_t to, const Item& after, int64_t after_from, const L* panel, const QueryRow* rows,
                     const Cache& cache, int64_t group, int64_t window, const Scale& scale, Softmax<D>& st) {
         for (int64_t i = 0; i < BLOCK_ROWS; i++) {
             st.m[i] = -__builtin_inff(), st.l[i] = splat(0.0f);
@@ -182,12 +271,13 @@ template <class C, int D> struct Attention {
                 c.next[j] = p + CHUNK + j < to ? cache.page(cache.k, item, p + CHUNK + j)
                             : p + CHUNK < to || after_from + j >= after.pages ? c.k[j] : cache.page(cache.k, after, after_from + j);
             }
+            if constexpr (CODED) cache.scales(c, item, p, to);
             Mask mask{item.row, group, item.first_pos, window};
             for (int64_t row = 0; row < item.rows;) {
                 int height;
                 TileChunk f = pick(item.rows - row, height);
                 int64_t live = item.rows - row < height ? item.rows - row : height;
-                f(panel + row * Q_LDA, c, scale, mask, row, live, st.m + row, st.l + row, st.o + row);
+                f(panel + row * Q_LDA, rows + row, c, scale, mask, row, live, st.m + row, st.l + row, st.o + row);
                 row += live;
             }
         }
@@ -211,14 +301,16 @@ INFC_INLINE void each_item(int64_t sequences, int64_t kv_heads, int64_t group, i
     }
 }
 
-// q [tokens, kv_heads * group, D] -> y [tokens, kv_heads * group * D]; see the operator for the meaning of the rest
+// q [tokens, kv_heads * group, D] -> y [tokens, kv_heads * group * D]; see the operator for the meaning of the rest. Scales: of codes.
 template <class Q, class C, class Y, int D>
 void paged_attention(const infc_run* r, int64_t tokens, int64_t sequences, int64_t table_width, int64_t kv_heads, int64_t group,
                      float scale, int64_t window, float softcap, const void* q, const void* k_cache, const void* v_cache,
-                     const void* query_start, const void* context_len, const void* block_table, void* y) {
+                     const void* query_start, const void* context_len, const void* block_table, void* y,
+                     const void* k_scale = nullptr, const void* v_scale = nullptr) {
     using At = Attention<C, D>;
     static_assert(D % 16 == 0, "a head is whole vectors");
-    static_assert(3 * sizeof(Softmax<D>) + (BLOCK_ROWS + At::ROWS) * At::Q_LDA * sizeof(typename At::L) <= SCRATCH_BYTES, "too wide");
+    static_assert(3 * sizeof(Softmax<D>) + (BLOCK_ROWS + At::ROWS) * (At::Q_LDA * sizeof(typename At::L) + sizeof(QueryRow)) <= SCRATCH_BYTES,
+                  "too wide");
     const auto* starts = static_cast<const int32_t*>(query_start);
     const auto* lens = static_cast<const int32_t*>(context_len);
     const typename At::Scale factors{scale, softcap};
@@ -226,6 +318,7 @@ void paged_attention(const infc_run* r, int64_t tokens, int64_t sequences, int64
     // this thread's scratch: the part of an item begun before it, the part it leaves unfinished, an item all its own
     auto* mine = static_cast<Softmax<D>*>(r->scratch);
     auto* panel = reinterpret_cast<typename At::L*>(mine + 3);
+    auto* rows = reinterpret_cast<QueryRow*>(panel + (BLOCK_ROWS + At::ROWS) * At::Q_LDA);
     auto place = [&](const Item& it, int64_t i) {        // of row i: element offset in q and y
         int64_t row = it.row + i;
         return ((it.token + row / group) * q_heads + it.head * group + row % group) * D;
@@ -254,17 +347,17 @@ void paged_attention(const infc_run* r, int64_t tokens, int64_t sequences, int64
         return bound <= 0 ? 0 : bound >= cost ? it.pages : bound / (cost / it.pages);
     };
     const typename At::Cache cache{static_cast<const char*>(k_cache), static_cast<const char*>(v_cache),
-                                   static_cast<const int32_t*>(block_table), table_width, kv_heads};
+                                   static_cast<const float*>(k_scale), static_cast<const float*>(v_scale), static_cast<const int32_t*>(block_table), table_width, kv_heads};
     struct Part { Item item; int64_t from, to; } waiting{};            // one behind, so that what follows is known
     auto attend = [&](const Part& part, const Part& after) {
         const Item& it = part.item;
         if (part.from >= part.to) return;
         Softmax<D>& st = mine[part.from > 0 ? 0 : part.to < it.pages ? 1 : 2];
         for (int64_t i = 0; i < it.rows; i++)
-            pack_row<C>(panel + i * At::Q_LDA, static_cast<const Q*>(q) + place(it, i), D, D);
+            At::pack(panel + i * At::Q_LDA, rows + i, static_cast<const Q*>(q) + place(it, i));
         for (int64_t i = it.rows; i % At::ROWS; i++)
-            pack_row<C>(panel + i * At::Q_LDA, static_cast<const Q*>(q) + place(it, it.rows - 1), D, D);
-        At::run(it, part.from, part.to, after.item, after.from, panel, cache, group, window, factors, st);
+            At::pack(panel + i * At::Q_LDA, rows + i, static_cast<const Q*>(q) + place(it, it.rows - 1));
+        At::run(it, part.from, part.to, after.item, after.from, panel, rows, cache, group, window, factors, st);
         if (part.from == 0 && part.to == it.pages) finish(it, st);
     };
     each_item(sequences, kv_heads, group, window, At::ROWS, starts, lens, [&](const Item& it, int64_t cost) {

@@ -73,6 +73,46 @@ void kv_write(const infc_run* r, int64_t tokens, int64_t heads, int64_t dims, co
     }
 }
 
+// the same two, k and v rounded to codes and scales
+template <class X, class Y, bool INTERLEAVED>
+void rope_kv_write_codes(const infc_run* r, int64_t tokens, int64_t q_heads, int64_t kv_heads, int64_t dims, int64_t half, const void* qkv,
+                         const void* cos, const void* sin, void* k_cache, void* k_scale, void* v_cache, void* v_scale, const void* slots,
+                         void* q) {
+    const int64_t heads = q_heads + 2 * kv_heads;
+    Span mine = share(tokens * heads, r->thread, r->threads);
+    alignas(64) float row[MAX_HEAD];
+    alignas(64) int8_t codes[MAX_HEAD];
+    for (int64_t u = mine.begin; u < mine.end; u++) {
+        int64_t t = u / heads, h = u % heads, slot = static_cast<const int32_t*>(slots)[t];
+        load_row(row, static_cast<const X*>(qkv) + u * dims, dims);
+        if (h < q_heads + kv_heads)
+            rotate<INTERLEAVED>(row, static_cast<const float*>(cos) + t * half, static_cast<const float*>(sin) + t * half, half);
+        if (h < q_heads) {
+            store_row(static_cast<Y*>(q) + (t * q_heads + h) * dims, row, dims);
+            continue;
+        }
+        const float scale = round_row(row, dims, codes);
+        if (h < q_heads + kv_heads) write_k_codes(k_cache, k_scale, slot, h - q_heads, kv_heads, dims, codes, scale);
+        else write_v_codes(v_cache, v_scale, slot, h - q_heads - kv_heads, kv_heads, dims, codes, scale);
+    }
+}
+template <class X>
+void kv_write_codes(const infc_run* r, int64_t tokens, int64_t heads, int64_t dims, const void* k, const void* v, void* k_cache,
+                    void* k_scale, void* v_cache, void* v_scale, const void* slots) {
+    Span mine = share(tokens * heads, r->thread, r->threads);
+    alignas(64) float row[MAX_HEAD];
+    alignas(64) int8_t codes[MAX_HEAD];
+    for (int64_t u = mine.begin; u < mine.end; u++) {
+        int64_t slot = static_cast<const int32_t*>(slots)[u / heads], h = u % heads;
+        load_row(row, static_cast<const X*>(k) + u * dims, dims);
+        float scale = round_row(row, dims, codes);
+        write_k_codes(k_cache, k_scale, slot, h, heads, dims, codes, scale);
+        load_row(row, static_cast<const X*>(v) + u * dims, dims);
+        scale = round_row(row, dims, codes);
+        write_v_codes(v_cache, v_scale, slot, h, heads, dims, codes, scale);
+    }
+}
+
 // x [batch, heads, length, dims], cos and sin [batch or 1, 1, length, half]; called once for q and once for k
 template <class X, bool INTERLEAVED>
 void rope_rows(const infc_run* r, int64_t batch, int64_t heads, int64_t length, int64_t dims, int64_t half, bool one_cos,
