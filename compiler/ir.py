@@ -64,6 +64,8 @@ class Graph:
     sample_inputs: Callable[..., Any] | None = None
     """-> list of samples at several shapes; a sample is a tuple over `inputs` and then `kv`. Called after each pass: few, and
     every kind of input among them. `sample_inputs.thorough()`, where there is one, gives more: for `--check strict`."""
+    blocks: Mapping[str, Any] = field(default_factory=dict)
+    """Module path -> how its matrix lies in the model's file (compiler.quant.blocks.Stored), where that is a GGUF."""
 
     @property
     def nodes(self) -> Any:
@@ -114,7 +116,7 @@ class Graph:
                 twin._rename(node.name)
             twin.meta = {k: list(v) if isinstance(v, list) else v for k, v in node.meta.items()}
         return Graph(_LazyGraphModule({}, new), dict(self.weights), list(self.inputs), list(self.outputs), dict(self.symbols),
-                     self.dialect, dict(self.meta), list(self.kv), dict(self.exact), self.sample_inputs)
+                     self.dialect, dict(self.meta), list(self.kv), dict(self.exact), self.sample_inputs, self.blocks)
 
     def restore(self, saved: "Graph") -> None:
         """Become what `saved` (a copy taken earlier) is: how a failed pass is rolled back."""

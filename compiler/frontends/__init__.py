@@ -76,7 +76,9 @@ def capture_decoder(module: "nn.Module", meta: "dict[str, Any]", progress: Progr
 
     progress(f"capturing {meta['name']}")
     samples = DecoderSamples(meta["vocab_size"], meta["max_positions"])
-    return capture_module(module, samples.at(*EXAMPLE), DECODER_DIMS, outputs=["logits"], meta=meta, samples=samples, prefix="hf.")
+    graph = capture_module(module, samples.at(*EXAMPLE), DECODER_DIMS, outputs=["logits"], meta=meta, samples=samples, prefix="hf.")
+    graph.blocks = getattr(module, "blocks", {})                  # of a GGUF: what can be kept as it is
+    return graph
 
 
 def _decoder_module(module: "nn.Module") -> "tuple[nn.Module, dict[str, Any]]":

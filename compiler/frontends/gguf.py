@@ -16,6 +16,7 @@ from torch import Tensor
 from ...models.fetch import sha256
 from ...models.llama import Llama, LlamaConfig, inverse_frequencies
 from ..errors import UserError
+from ..quant.blocks import Stored
 from .gguf_file import GGUFFile
 from .gguf_tokenizer import adds_bos, special_tokens, tokenizer_json
 from .model_meta import llama_meta
@@ -30,7 +31,13 @@ ROPE_FACTORS = "rope_freqs.weight"                                # Llama 3.1's 
 MAX_SIZE = 1 << 24                                                # of one axis or count: far beyond any model, far from overflow
 
 
-def load(path: Path, digest: str | None = None) -> tuple[Llama, dict[str, Any]]:
+class StoredLlama(Llama):
+    """A Llama that knows how its matrices lie in the file: module path -> blocks, rows in the order of the weight."""
+
+    blocks: dict[str, Stored]
+
+
+def load(path: Path, digest: str | None = None) -> tuple[StoredLlama, dict[str, Any]]:
     """(model in eval mode, Graph.meta) of a GGUF file. Raises UserError with one line for a file it cannot take."""
     file = GGUFFile(path)
     config = read_config(file)
@@ -96,10 +103,11 @@ def _positive(file: GGUFFile, key: str, default: float | None = None) -> float:
     return float(value)
 
 
-def build(file: GGUFFile, config: LlamaConfig) -> Llama:
+def build(file: GGUFFile, config: LlamaConfig) -> StoredLlama:
     """The model around the file's weights: made on the meta device, so each weight is in memory once."""
     with torch.device("meta"):
-        model = Llama(config)
+        model = StoredLlama(config)
+    model.blocks = {}
     wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
     places = {_place(name): name for name in file.tensors if name != ROPE_FACTORS}
     _check_tensors(file, wanted, places)
@@ -113,6 +121,7 @@ def build(file: GGUFFile, config: LlamaConfig) -> Llama:
         values = file.dequantize(name, rows)
         if not np.isfinite(values).all():
             raise UserError(f"{file.path.name} is altered: tensor {name} holds values that are not finite")
+        if values.ndim == 2: model.blocks[target.removesuffix(".weight")] = Stored(rows, file.type_name(name))
         return target, torch.from_numpy(values)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:              # numpy releases the GIL in its loops
