@@ -121,7 +121,8 @@ def bisect(
 
 def _by_answers(search: Search) -> Found:
     search.phase("passes", "running all passes once")
-    prefixes = Prefixes(search.captured, passes.pipeline(search.options.dtype, search.options.quant != "none"), search.pass_options)
+    chosen = passes.pipeline(search.options.dtype, search.options.quant != "none", search.options.kv_quant != "none")
+    prefixes = Prefixes(search.captured, chosen, search.pass_options)
     graphs = Graphs(search, prefixes)
     search.phase("rewrites", f"{prefixes.total} rewrites")
     if graphs.fault(prefixes.total) is not None:
@@ -235,7 +236,7 @@ def _first_kernel(search: Search, rewrites: int, artifact: Path, bounds: driver.
 
 def _by_command(search: Search, command: str) -> Found:
     search.phase("passes", "running all passes once")
-    chosen = passes.pipeline(search.options.dtype, search.options.quant != "none")
+    chosen = passes.pipeline(search.options.dtype, search.options.quant != "none", search.options.kv_quant != "none")
     always = needed_for(LAST_NEEDED, chosen)
     prefixes = Prefixes(search.captured, chosen, search.pass_options, lambda index: chosen[index].name in always)
     if prefixes.failed: raise prefixes.failed

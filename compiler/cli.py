@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class _MeasureByDefault(typer.core.TyperGroup):
-    """`infc bench ARTIFACT` is `infc bench measure ARTIFACT`."""
+    """`infc bench ARTIFACT` is `infc bench measure ARTIFACT`; so with quality."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in (*self.commands, "--help"):
@@ -39,6 +39,12 @@ bench = typer.Typer(
     cls=_MeasureByDefault, **_OPTIONS,
 )
 app.add_typer(bench, name="bench")
+quality = typer.Typer(
+    help="Measure what an artifact's answers are worth, `infc quality ARTIFACT [--data FILE]` (more: infc quality ARTIFACT --help), or "
+         "compare two of them.",
+    cls=_MeasureByDefault, **_OPTIONS,
+)
+app.add_typer(quality, name="quality")
 
 Artifact = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="what `infc compile` wrote: NAME.infc", show_default=False)]
 ModelName = Annotated[str, typer.Argument(help="a name from `infc models`, a Hugging Face folder, a GGUF file", show_default=False)]
@@ -60,8 +66,26 @@ def compile_model(
         Literal["off", "fast", "strict"], typer.Option(help="each pass: the graph's form; and its contract; on many more samples")
     ] = "fast",
     keep_going: Annotated[bool, typer.Option("--keep-going", help="leave out a pass that breaks its contract, and say so")] = False,
-    quant: Annotated[str, typer.Option(help="weights and what they meet: w8, w4, w8a8, w4:g128:asym ...")] = "none",
-    quant_method: Annotated[str, typer.Option(help="how codes are chosen: rtn, mse")] = "rtn",
+    quant: Annotated[str | None, typer.Option(show_default=False, help=(
+        "weights and what they meet: w8, w4, w8a8, w4:g128:asym ...; keep (a GGUF's own blocks); a recipe (.yaml); auto: search "
+        "[default: none; auto where --quality stands alone]"))] = None,
+    candidates: Annotated[
+        str | None, typer.Option(help="formats a search chooses among, for each weight", show_default=False)
+    ] = None,
+    search_for: Annotated[Literal["bytes", "time"], typer.Option(help="what a search makes least: weights, or a decode step")] = "bytes",
+    quant_method: Annotated[str, typer.Option(help="how codes are chosen: rtn, mse, or by a text: awq, gptq, smooth")] = "rtn",
+    calib: Annotated[
+        Path | None, typer.Option(help="text to choose codes on [default: the one that travels with infc]", show_default=False)
+    ] = None,
+    kv_quant: Annotated[str, typer.Option(help="KV cache: int8, fp8; :keep=N leaves the first and last N layers wide")] = "none",
+    data: Annotated[
+        Path | None, typer.Option(help="held-out text to measure quality on [default: the one that travels with infc]", show_default=False)
+    ] = None,
+    limits: Annotated[
+        str | None, typer.Option("--quality", metavar="LIMITS", show_default=False, help=(
+            "what must hold, like ppl<=+1%,kl<=0.02; of ppl, kl, kl_p99, top1, retrieval, json, layer"))
+    ] = None,
+    unverified: Annotated[bool, typer.Option("--unverified", help="quantize without measuring; the artifact says so")] = False,
     buckets: Annotated[str | None, typer.Option(help="token counts, like 1,16,256 [default: chosen]", show_default=False)] = None,
     max_sequences: Annotated[int, typer.Option(min=1, help="sequences in one step")] = 16,
     strict: Annotated[bool, typer.Option("--strict", help="fail where a step would fall back")] = False,
@@ -91,7 +115,9 @@ def compile_model(
         options = driver.Options(
             target, dtype, allow, check, _counts("buckets", buckets) if buckets else driver.BUCKETS, max_sequences=max_sequences,
             strict=strict, dump=dump, dump_asm=dump_asm, force=force, reuse=reuse, keep_going=keep_going,
-            quant=quant, quant_method=quant_method, expect=misses.counts(expect or (), passes.PIPELINE))
+            quant=quant or ("auto" if limits and kv_quant == "none" else "none"), candidates=candidates or driver.Options.candidates,
+            search_for=search_for, quant_method=quant_method, calib=calib, kv_quant=kv_quant, data=data, quality=limits,
+            unverified=unverified, expect=misses.counts(expect or (), passes.PIPELINE))
         result = driver.compile(model, output, options=options, on_event=report).json()
     if as_json:
         _print_json(result)
@@ -403,6 +429,53 @@ def compare(
         _print_json(report)
     else:
         console.compared(report)
+
+
+@quality.command("measure", hidden=True)
+def measure_quality(
+    artifact: Artifact,
+    data: Annotated[
+        Path | None, typer.Option(help="held-out text, or token ids (.json) [default: the text that travels with infc]", show_default=False)
+    ] = None,
+    against: Annotated[str | None, typer.Option(
+        metavar="MODEL|ARTIFACT|none", help="[default: the model it was made of, if infc knows it]", show_default=False)] = None,
+    windows: Annotated[
+        int | None, typer.Option(min=2, help="of 512 tokens, the second half scored [default: 32]", show_default=False)
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="also save the JSON here", show_default=False)] = None,
+    threads: Threads = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Perplexity of ARTIFACT on a text; and beside a reference: KL, agreement, retrieval, structured output."""
+    from . import console
+    from .quality import command
+
+    note = (lambda text: None) if quiet else lambda text: print(f"  {text}", file=sys.stderr)
+    report = command.measure(_existing(artifact), data=data, against=against, windows=windows, threads=threads, note=note)
+    if output:
+        command.save(report, output)
+    if as_json:
+        _print_json(report)
+    elif not quiet:
+        console.quality(report)
+
+
+@quality.command("compare")
+def compare_quality(
+    before: Annotated[Path, typer.Argument(metavar="A", help="what `infc quality -o` wrote, or an artifact", show_default=False)],
+    after: Annotated[Path, typer.Argument(metavar="B", show_default=False)],
+    as_json: Json = False,
+) -> None:
+    """Show B beside A; refuses if they measured different models, texts or references."""
+    from . import console
+    from .quality import command
+
+    report = command.compare(command.load_report(before), command.load_report(after))
+    if as_json:
+        _print_json(report)
+    else:
+        console.quality_compared(report)
 
 
 @app.command("report")

@@ -4,7 +4,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from ..runtime.library import default_threads
 from ..runtime.manifest import BLOCK, GoldenInfo, KvBuffer, Manifest, ModelInfo, PassInfo
 from ..runtime.program import Program
 from ..runtime.session import load
+from ..runtime.writer import amend
 from . import debug, keys, misses, targets, verification
 from .costs import cost, machine
 from .costs.cost_table import CostTable
@@ -39,9 +40,14 @@ from .graph_json import graph_json
 from .ir import Graph, text
 from .pipeline import PassResult, PipelineReport, run_pipeline
 from .placement import Placement, Unit, place
-from .quant.plan import Plan
-from .quant.scheme import parse
+from .quality import compile_gate, limits
+from .quality.text import CALIBRATION
+from .quality.text import read as read_text
+from .quant import recipe, search
+from .quant.kv import parse_kv
+from .quant.plan import METHODS, Plan, blind
 from .reuse import Entry, cache_folder
+from .rewrite import Report
 
 if TYPE_CHECKING:
     from torch import nn
@@ -51,6 +57,9 @@ BUCKETS = (1, 16, 128, 512)
 """Tokens per step. CPU kernels take the live count, so a bucket only bounds memory; 512 is where products reach their peak."""
 
 MAX_BUCKET = 16384
+
+AUTO = "auto"
+"""--quant auto: formats are searched for."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +79,15 @@ class Options:
     reuse: bool = True                                # copy a finished compile of the same model, options, sources and toolchain
     expect: tuple[tuple[str, int], ...] = ()          # (pass, how often it must fire), else CheckFailed
     keep_going: bool = False                          # drop a pass that breaks its contract, rather than fail
-    quant: str = "none"                               # a scheme (compiler.quant.scheme) for every weight
-    quant_method: str = "rtn"                         # how codes are chosen
+    quant: str = "none"                               # a scheme (compiler.quant.scheme), a recipe's file or text, or "auto": searched for
+    quant_method: str = "rtn"                         # how codes are chosen (compiler.quant.plan.METHODS)
+    calib: Path | None = None                         # the text they are chosen on; None: the one that travels with infc
+    kv_quant: str = "none"                            # how each layer's KV cache is held (compiler.quant.kv)
+    data: Path | None = None                          # held-out text (or token ids, .json); None: the text that travels with infc
+    quality: str | None = None                        # limits (compiler.quality.limits); None: its DEFAULT
+    unverified: bool = False                          # go on without measuring what quantization costs
+    candidates: str = search.CANDIDATES               # with quant "auto": the formats to choose among, for each weight
+    search_for: str = "bytes"                         # with quant "auto": the fewest bytes, or the least decode time
 
 
 @dataclass(frozen=True)
@@ -96,6 +112,7 @@ class Result:
     program: dict[str, dict[str, int]] = field(default_factory=dict)
     verify: dict[str, Any] = field(default_factory=dict)
     predicted: dict[str, Any] = field(default_factory=dict)
+    quality: dict[str, Any] | None = None             # beside the captured model, on held-out data; None where nothing was quantized
     size_bytes: int = 0
     reused: bool = False
 
@@ -146,25 +163,34 @@ def compile(
     options = options or Options()
     debug.check_all()
     _check(options)
+    options = replace(options, quant=recipe.text_of(options.quant))                # a key knows a recipe by its content
     if not isinstance(model, (str, Path, torch.nn.Module, Graph)):
         raise UserError(f"a model's name, a path or a torch.nn.Module is expected, not {type(model).__name__}")
     target = targets.find(options.target)
     backend = _backend(target.kind)
     toolchain = backend.toolchain(target.isa)
     listen = on_event or (lambda event: None)
-    clock = _Clock(listen, 7)
+    clock = _Clock(listen, 8 if _gated(options) else 7)
     path = _output(model, output)
     refuse_existing(path, options.force)              # now, rather than after a minute of work
+    beside = recipe.beside(path, options.force) if options.quant == AUTO else None
     with clock.phase("reuse", "looking for the same compile"):
         entry = _entry(model, options, target.isa, toolchain.identity, lambda line: listen(Event("note", "reuse", line)))
         if entry and (reused := _reused(entry, path, options, target, clock)):
+            if beside: _save_recipe(beside, options, path, listen)
             return reused
 
     with clock.phase("capture", f"capturing {model if isinstance(model, (str, Path)) else type(model).__name__}"):
         captured = model if isinstance(model, Graph) else capture(model, progress=lambda line: listen(Event("note", "capture", line)))
+    gate = _gate(captured, options, listen) if hooks is None else None
+    searched = None
+    if options.quant == AUTO:
+        with clock.phase("search", "choosing formats"):
+            searched = _search(captured, options, listen)
+        options = replace(options, quant=str(searched.recipe), candidates=search.CANDIDATES, search_for=Options.search_for)
     with clock.phase("passes", "rewriting the graph"):
         graph = captured.copy()
-        report = hooks.rewrite(graph) if hooks else _run_passes(graph, options, listen)
+        report = hooks.rewrite(graph) if hooks else _run_passes(graph, options, listen, gate)
         misses.check_expected(report.json(), options.expect, str(model) if isinstance(model, (str, Path)) else "MODEL")
         if report.skipped and debug.stop() is not None:
             listen(Event("note", "passes", f"INFC_STOP={debug.stop()}: the rewrites end here; not run: {', '.join(report.skipped)}"))
@@ -186,11 +212,14 @@ def compile(
         golden = verification.golden(captured, graph, options.buckets)
     version = keys.version(graph, programs, options, target.isa, toolchain.identity)
     summary = {"passes": report.json(), "notes": notes, "program": _summary(programs, placement), "coverage": _coverage(placement),
-               "graph_error": golden.graph_error,
+               "graph_error": golden.graph_error, "recipe": None if (used := recipe.of(graph)) is None else str(used),
+               "search": searched and searched.json(),
                "costs": table.json(target.isa, options.dtype, _kv_bytes_per_token(graph), int(graph.meta["max_positions"]))}
+    summary["quality"] = lost = compile_gate.unverified(graph) if options.unverified else None
     with clock.phase("write", f"writing and verifying {path.name}"):
+        manifest = _manifest(captured, graph, target, options, report, store, version, toolchain.identity, golden)
         parts = Parts(
-            manifest=_manifest(captured, graph, target, options, report, store, version, toolchain.identity, golden),
+            manifest=msgspec.structs.replace(manifest, quality=compile_gate.info(lost) if lost else None),
             programs=programs, code=code, weights=backend.tensors(store),
             golden=pack([Case(c.tokens, c.rows, c.logits.numpy()) for c in golden.cases]),
             tokenizer=(captured.meta.get("tokenizer_json") or "").encode(),
@@ -199,9 +228,19 @@ def compile(
         verified = dict[str, Any]()
         eager = debug.eager()
         replay_written = hooks.replay if hooks else lambda folder, bounds: _replay(folder, target, listen, bounds if eager else None)
-        write(path, parts, force=options.force, check=lambda folder: verified.update(replay_written(folder, bounds)))
+
+        def check(folder: Path) -> None:
+            verified.update(replay_written(folder, bounds))
+            if gate is None: return
+            with clock.phase("quality", f"measuring on {gate.data.name}"):
+                summary["quality"] = _judge(gate, graph, folder, "INFC_EAGER" if eager else verified.get("reason", ""))
+            amend(folder, {**parts.report, **summary}, compile_gate.info(summary["quality"]))
+
+        write(path, parts, force=options.force, check=check)
         if entry:
             entry.keep(path)
+    if gate: clock.seconds["write"] = round(clock.seconds["write"] - clock.seconds["quality"], 3)
+    if beside: _save_recipe(beside, options, path, listen)
     return _result(path, clock, summary, verified, reused=False)
 
 
@@ -211,6 +250,52 @@ def passes_of(model: "str | Path | nn.Module | Graph", options: Options, listen:
     captured = model if isinstance(model, Graph) else capture(model, progress=lambda line: listen(Event("note", "capture", line)))
     listen(Event("phase", "passes", "rewriting the graph"))
     return _run_passes(captured, options, listen), captured
+
+
+def _gated(options: Options) -> bool:
+    """Is quality measured before the artifact gets its name?"""
+    return not options.unverified and (_quantized(options) or options.data is not None)
+
+
+def _quantized(options: Options) -> bool:
+    return options.quant != "none" or options.kv_quant != "none"
+
+
+def _search(captured: Graph, options: Options, listen: Listener) -> search.Found:
+    """The formats that keep the limits; searched on the graph as quantize_weights would get it, wide and in fp32."""
+    wide, plan = captured.copy(), _plan(options)
+    assert plan is not None
+    given = pass_options(replace(options, quant="none", kv_quant="none", dtype="fp32"))
+    for one in passes.pipeline("fp32"):
+        one.apply(wide, Report(one.name, options=given))
+    return search.search(
+        wide, plan, limits.parse(options.quality or limits.DEFAULT), candidates=search.parse_candidates(options.candidates),
+        goal=options.search_for, wide_bytes=2 if options.dtype == "bf16" else 4,
+        progress=lambda line, share: listen(Event("pass", "search", line, share)))
+
+
+def _save_recipe(file: Path, options: Options, artifact: Path, listen: Listener) -> None:
+    """The recipe of a search as a file that --quant reads."""
+    with read(artifact) as opened:
+        found = opened.report()["search"]
+    kept = options.quality or limits.DEFAULT
+    recipe.save(file, found["recipe"], f"found by infc for --quality {kept}: {found['bytes']:,} bytes of matrices")
+    listen(Event("note", "search", f"the formats that were chosen are in {file}: --quant {file} compiles with them again"))
+
+
+def _gate(captured: Graph, options: Options, listen: Listener) -> compile_gate.Gate | None:
+    if not _gated(options): return None
+    gate = compile_gate.Gate(captured, options.data, options.quality, lambda line: listen(Event("pass", "quality", line)))
+    if options.data is None:
+        listen(Event("note", "quality", f"quality is measured on {gate.data.name}; name a text of your own use with --data FILE"))
+    return gate
+
+
+def _judge(gate: compile_gate.Gate, graph: Graph, folder: Path, why_not: str) -> dict[str, Any]:
+    """why_not: why the artifact cannot run here, or is not to; empty where it can."""
+    if why_not: return gate.judge(graph, None, why_not)
+    with load(folder) as model:
+        return gate.judge(graph, model, "")
 
 
 def _output(model: "str | Path | nn.Module | Graph", output: Path | str | None) -> Path:
@@ -249,7 +334,8 @@ def _result(path: Path, clock: _Clock, summary: dict[str, Any], verified: dict[s
         predicted = _predict(summary["costs"], manifest, verified)
     return Result(
         artifact=path, version=manifest.version, seconds=clock.seconds, passes=summary["passes"], notes=summary["notes"],
-        program=summary["program"], verify={"graph_error": summary["graph_error"]} | verified, predicted=predicted,
+        program=summary["program"], quality=summary.get("quality"), predicted=predicted,
+        verify={"graph_error": summary["graph_error"]} | verified,
         size_bytes=_size(path), reused=reused)
 
 
@@ -259,8 +345,16 @@ def _check(options: Options) -> None:
     if options.dtype == "bf16" and options.allow != "approximate":
         raise UserError(f"--allow {options.allow} forbids rounding weights to bf16, which is approximate: add --dtype fp32")
     _plan(options)
+    if options.quant == AUTO:
+        search.check(limits.parse(options.quality or limits.DEFAULT), options.search_for)
+        search.parse_candidates(options.candidates)
+    elif (options.candidates, options.search_for) != (Options.candidates, Options.search_for):
+        raise UserError("--candidates and --search-for are about a search for formats: give --quality and no --quant, or --quant auto")
     if options.quant != "none" and options.allow != "approximate":
         raise UserError(f"--allow {options.allow} forbids --quant {options.quant}, which is approximate: choose one of them")
+    _check_calibration(options)
+    _check_kv(options)
+    compile_gate.check_options(_quantized(options), options.data, options.quality, options.unverified)
     if not options.buckets or any(b < 1 for b in options.buckets):
         raise UserError(f"buckets are {list(options.buckets)}: give at least one number of tokens, each 1 or more")
     if max(options.buckets) > MAX_BUCKET:
@@ -274,12 +368,27 @@ def _check(options: Options) -> None:
     refuse_filled(options.dump or debug.dump())
 
 
-def _run_passes(graph: Graph, options: Options, listen: Listener) -> PipelineReport:
+def _check_kv(options: Options) -> None:
+    kv = parse_kv(options.kv_quant)
+    if kv is None: return
+    if options.allow != "approximate":
+        raise UserError(f"--allow {options.allow} forbids --kv-quant {options.kv_quant}, which is approximate: choose one of them")
+    target = targets.find(options.target)
+    if missing := sorted(kv.used - set(target.kv_formats)):
+        raise UserError(f"--kv-quant {options.kv_quant}: the target {options.target} has no {missing[0]} KV cache, only "
+                        f"{', '.join(target.kv_formats)}: choose one of those, or none")
+
+
+def _run_passes(graph: Graph, options: Options, listen: Listener, gate: compile_gate.Gate | None = None) -> PipelineReport:
     level = debug.level()
     before = text(graph) if level >= 3 else ""
+    done = 0
 
     def tell(result: PassResult) -> None:
-        nonlocal before
+        nonlocal before, done
+        done += 1
+        if gate and done < len(chosen) and chosen[done].name == "quantize_weights":
+            gate.look(graph)
         listen(Event("pass", result.name, result.note or f"fired {result.fired}, refused {len(result.refused)}"))
         if level >= 1:
             for site, reason in result.refused.items():
@@ -293,7 +402,7 @@ def _run_passes(graph: Graph, options: Options, listen: Listener) -> PipelineRep
                 before.splitlines(True), after.splitlines(True), f"before {result.name}", f"after {result.name}", n=0))))
             before = after
 
-    chosen = passes.pipeline(options.dtype, options.quant != "none")
+    chosen = passes.pipeline(options.dtype, options.quant != "none", options.kv_quant != "none")
     return run_pipeline(
         graph, chosen, allow=options.allow, check=options.check, dump=options.dump, progress=tell,   # type: ignore[arg-type]
         options=pass_options(options), keep_going=options.keep_going, needed=passes.NEEDED)
@@ -301,13 +410,22 @@ def _run_passes(graph: Graph, options: Options, listen: Listener) -> PipelineRep
 
 def pass_options(options: Options) -> dict[str, Any]:
     """What passes may read of a compile's options."""
-    return {"dtype": options.dtype, "max_sequences": options.max_sequences, "quantization": _plan(options)}
+    return {"dtype": options.dtype, "max_sequences": options.max_sequences, "quantization": _plan(options),
+            "kv": parse_kv(options.kv_quant)}
 
 
 def _plan(options: Options) -> Plan | None:
     """What the options ask to be quantized; UserError for what they do not spell right."""
-    scheme = parse(options.quant)
-    return None if scheme is None else Plan(scheme, options.quant_method)
+    asked = recipe.Recipe(()) if options.quant == AUTO else recipe.read(options.quant)
+    return None if asked is None else Plan(asked, options.quant_method, options.calib or CALIBRATION)
+
+
+def _check_calibration(options: Options) -> None:
+    if options.calib is None: return
+    if options.quant == "none" or (options.quant != AUTO and options.quant_method in blind()):
+        raise UserError(f"--calib does nothing for --quant {options.quant} with --quant-method {options.quant_method}: name a method that "
+                        f"looks at a text ({', '.join(name for name in METHODS if name not in blind())}), or leave it out")
+    read_text(options.calib)
 
 
 def _backend(kind: str) -> Any:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from functools import cache
 from importlib import metadata, resources
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,7 +12,10 @@ import msgspec
 from .ir import Graph, content_key
 
 PACKAGE = __name__.split(".")[0]              # "infc"
-FOLDERS = ("compiler", "frontends", "ops", "costs", "passes", "backends", "cpu", "kernels", "runtime", "models")
+FOLDERS = (
+    "compiler", "frontends", "ops", "costs", "quality", "quant", "passes", "backends", "cpu", "triton", "kernels", "runtime",
+    "models", "text",
+)  # fmt: skip
 _UNKEYED = {"dump", "dump_asm", "expect", "force", "reuse", "target"}
 """Options that change where things go, not what is made; the target's instruction set is keyed instead of its alias."""
 
@@ -34,7 +38,7 @@ def sources() -> str:
         for entry in folder.iterdir():
             if entry.is_dir() and entry.name in FOLDERS:
                 walk(entry, f"{path}{entry.name}/")
-            elif entry.name.endswith((".py", ".h", ".toml")):
+            elif entry.name.endswith((".py", ".h", ".toml", ".txt")):
                 found.append((path + entry.name, entry.read_bytes()))
 
     walk(resources.files(PACKAGE), "")
@@ -59,7 +63,12 @@ def _installed(name: str) -> str:
 
 
 def _chosen(options: Any) -> list[str]:
-    return [part for f in fields(options) if f.name not in _UNKEYED for part in (f.name, str(getattr(options, f.name)))]
+    return [part for f in fields(options) if f.name not in _UNKEYED for part in (f.name, _value(getattr(options, f.name)))]
+
+
+def _value(option: Any) -> str:
+    """A file that is read counts by its content, not by its path."""
+    return hashlib.sha256(option.read_bytes()).hexdigest() if isinstance(option, Path) else str(option)
 
 
 def version(graph: Graph, programs: Sequence[msgspec.Struct], options: Any, isa: str, toolchain: str) -> str:

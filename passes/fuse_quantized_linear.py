@@ -37,8 +37,8 @@ def _rows(x: Any) -> tuple[Any, int, int]:
     """(x as it was before it was rounded to codes, bits, group); bits 0 where it was not."""
     if isinstance(x, fx.Node) and x.target is infc.dequantize_rows.default:
         codes, scale, group = arguments(x)[:3]
-        made = codes.args[0]
-        if codes.target is operator.getitem and made.target is infc.quantize_rows.default and scale.args[0] is made:
+        made = codes.args[0] if codes.target is operator.getitem else None
+        if made is not None and made.target is infc.quantize_rows.default and scale.target is operator.getitem and scale.args[0] is made:
             return made.args[0], arguments(made)[1], group
     return x, 0, 0
 

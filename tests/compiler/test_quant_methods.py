@@ -1,0 +1,215 @@
+"""Codes chosen by what a weight is multiplied with: the statistics by hand, and methods that are better on text they have not seen."""
+import pytest
+import torch
+from decoders import VOCABULARY, before, captured, llama
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from infc.compiler.errors import UserError
+from infc.compiler.ops import infc
+from infc.compiler.ops.codes import rounded_rows
+from infc.compiler.quant import awq
+from infc.compiler.quant.gptq import gptq, output_errors
+from infc.compiler.quant.matrices import matrices, products
+from infc.compiler.quant.plan import METHODS, Plan
+from infc.compiler.quant.rounding import WORST, least_squares, round_to_nearest, row_errors
+from infc.compiler.quant.scheme import Scheme
+from infc.compiler.quant.statistics import ROWS, Inputs, collect, inputs_of
+from torch import Tensor
+
+SCHEMES = [Scheme(bits, group, symmetric) for bits in (4, 8) for group in (0, 32, 128) for symmetric in (True, False)]
+
+
+def rows(count: int, k: int, seed: int, *, outliers: int = 2, structure: int = 7) -> Tensor:
+    """Inputs as products see them: correlated columns (the same for every seed), a few of them large."""
+    mix = torch.randn((k, k), generator=torch.Generator().manual_seed(structure)) / k**0.5 + torch.eye(k)
+    x = torch.randn((count, k), generator=torch.Generator().manual_seed(seed)) @ mix
+    x[:, :outliers] *= 20
+    return x
+
+
+def inputs(x: Tensor) -> Inputs:
+    return Inputs(len(x), x.abs().mean(0), x.square().mean(0), x.abs().amax(0), x[:ROWS], x.T @ x / len(x))
+
+
+def weight(n: int, k: int, seed: int = 0) -> Tensor:
+    return torch.randn((n, k), generator=torch.Generator().manual_seed(seed))
+
+
+def output_error(w: Tensor, found: Tensor, x: Tensor) -> float:
+    return float((x @ (found - w).T).square().mean())
+
+
+# --------------------------------------------------------------------------------------------------------------------- gptq
+
+@given(st.integers(1, 6), st.integers(1, 140), st.sampled_from(SCHEMES), st.integers(0, 99), st.integers(0, 3))
+@settings(max_examples=60, deadline=None)
+def test_gptq_is_no_worse_than_nearest_where_it_was_chosen(n, k, scheme, seed, outliers):
+    """Row by row, and within its bound, for fewer rows of x than columns too."""
+    w, x = weight(n, k, seed), rows(50, k, seed, outliers=min(outliers, k))
+    gram = x.T @ x / len(x)
+    found, plain = gptq(w, scheme, "w", gram), round_to_nearest(w, scheme)
+    assert found.codes.shape == plain.codes.shape and found.scale.shape == plain.scale.shape
+    assert bool((output_errors(w, found, gram) <= output_errors(w, plain, gram) * (1 + 1e-5)).all())
+    assert bool((row_errors(w, found) <= WORST * row_errors(w, plain) * (1 + 1e-5)).all())
+
+
+@pytest.mark.parametrize("scheme", [s for s in SCHEMES if s.bits == 4], ids=str)
+def test_gptq_is_better_on_rows_it_has_not_seen(scheme):
+    """Than rounding to nearest by far, and than the best ranges."""
+    w, seen, held_out = weight(64, 192), rows(2000, 192, 1), rows(500, 192, 2)
+    error = {name: output_error(w, q.dequantized(), held_out) for name, q in {
+        "rtn": round_to_nearest(w, scheme), "mse": least_squares(w, scheme), "gptq": gptq(w, scheme, "w", seen.T @ seen / 2000)}.items()}
+    assert error["gptq"] < 0.6 * error["rtn"] and error["gptq"] < 0.8 * error["mse"]
+
+
+def test_gptq_of_independent_inputs_is_the_best_range_for_them():
+    """Nothing can be made up for by another column: what is left is the choice of scales."""
+    w, scheme = weight(8, 64), Scheme(4)
+    power = torch.rand(64, generator=torch.Generator().manual_seed(1)) + 0.5
+    found = gptq(w, scheme, "w", torch.diag(power))
+    assert torch.equal(found.codes, least_squares(w, scheme, "w", power).codes)
+
+
+def test_columns_that_are_never_other_than_zero_do_no_harm():
+    w, x = weight(4, 64), rows(100, 64, 0)
+    x[:, 10:20] = 0
+    found = gptq(w, Scheme(4), "w", x.T @ x / 100)
+    assert bool(found.dequantized().isfinite().all())
+    nothing = gptq(w, Scheme(4), "w", torch.zeros(64, 64))
+    assert bool((row_errors(w, nothing) <= WORST * row_errors(w, round_to_nearest(w, Scheme(4)))).all())
+
+
+def test_gptq_refuses_what_is_not_finite_by_name():
+    w = weight(4, 32)
+    w[2, 1] = torch.nan
+    with pytest.raises(UserError, match="o_proj: 1 values are not finite"): gptq(w, Scheme(4), "o_proj", torch.eye(32))
+
+
+# ------------------------------------------------------------------------------------------------------------------ factors
+
+def power_of_two(s: Tensor) -> bool:
+    return torch.equal(s.log2(), s.log2().round())
+
+
+@given(st.integers(1, 80), st.integers(0, 99), st.sampled_from([awq.activation_aware, awq.outliers_moved]))
+@settings(max_examples=40, deadline=None)
+def test_factors_are_powers_of_two_and_lose_not_a_bit(k, seed, factors):
+    x, w = rows(20, k, seed, outliers=min(2, k)), weight(3, k, seed)
+    x[:, seed % k] = 0                                                          # a column that nothing is known of
+    for s in factors(inputs(x), w.abs().amax(0)):
+        assert power_of_two(s) and bool((s >= 2.0**-awq.LIMIT).all()) and float(s[seed % k]) == 1
+        assert torch.equal(w * s / s, w) and torch.equal(x / s * s, x)
+
+
+def test_factors_are_found_where_inputs_have_outliers():
+    """4 bits: columns with large inputs get more precision. The gain holds on rows that the search has not seen."""
+    size = torch.randn(128, generator=torch.Generator().manual_seed(5)).exp2() ** 2
+    w, seen, held_out = weight(64, 128), rows(400, 128, 1) * size, rows(200, 128, 2) * size
+    plan = Plan(Scheme(4), "awq")
+    s = awq.search([("w", w, Scheme(4))], inputs(seen), awq.activation_aware, plan.quantize)
+    assert s is not None and float(s[size > 4].mean()) > float(s[size < 0.5].mean())
+    found = plan.quantize(w * s, Scheme(4), "w", inputs(seen).divided(s)).dequantized() / s
+    assert output_error(w, found, held_out) < 0.9 * output_error(w, plan.quantize(w, Scheme(4), "w", inputs(seen)).dequantized(), held_out)
+
+
+def test_outliers_move_out_of_rows_that_are_rounded_to_a_byte():
+    """8-bit rows with one scale each: an outlier costs all others their precision until it is moved into the weight."""
+    scheme = Scheme(8, 32, act_bits=8, act_group=0)
+    w, seen, held_out = weight(64, 128), rows(400, 128, 1, outliers=3), rows(200, 128, 2, outliers=3)
+    s = awq.search([("w", w, scheme)], inputs(seen), awq.outliers_moved, Plan(scheme, "smooth").quantize)
+    assert s is not None and bool((s[:3] > s[3:].median()).all())
+
+    def error(s: Tensor) -> float:
+        y = rounded_rows(held_out / s, 8, 0) @ round_to_nearest(w * s, scheme).dequantized().T
+        return float((y - held_out @ w.T).square().mean())
+
+    assert error(s) < 0.2 * error(torch.ones(128))
+
+
+def test_nothing_is_moved_where_that_is_of_no_use():
+    """Inputs that are all alike, and a format as fine as the weight needs."""
+    x = torch.ones(50, 32) * torch.tensor([[1.0, -1.0]]).repeat(50, 16)
+    assert awq.search([("w", weight(4, 32), Scheme(4))], inputs(x), awq.activation_aware, Plan(Scheme(4), "awq").quantize) is None
+
+
+# --------------------------------------------------------------------------------------------------------------- statistics
+
+def step():
+    return before(captured(llama()), "smooth_channels")
+
+
+def windows(count: int, length: int, seed: int = 0) -> list[list[int]]:
+    return torch.randint(VOCABULARY, (count, length), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def test_statistics_are_those_of_what_products_read():
+    """Against every product's input, seen from outside, over all windows."""
+    graph, text = step(), windows(3, 40)
+    nodes = [node for node, reason in matrices(graph).items() if not reason]
+    found = collect(graph, nodes, text, gram=True)
+    assert set(found) == {str(node.target) for node in nodes}                   # the tied head reads its weight in a product too
+    for node in nodes:
+        product = products(node)[0]
+        values = []
+        for window in text:
+            twin = graph.copy()
+            inner = next(n for n in twin.nodes if n.name == product.name)
+            twin.output.args = ((inner.args[0],),)
+            values.append(twin.run(*inputs_of(graph, window))[0])
+        x = torch.cat(values)
+        its = found[str(node.target)]
+        assert its.count == len(x) == 120 and its.rows.shape == (120, x.shape[1])
+        for ours, expected in ((its.mean, x.abs().mean(0)), (its.square, x.square().mean(0)), (its.largest, x.abs().amax(0)),
+                               (its.gram, x.T @ x / 120)):
+            torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_rows_are_kept_evenly_and_no_more_than_asked_for():
+    found = collect(graph := step(), [*matrices(graph)], windows(5, 60))
+    assert all(its.gram is None and len(its.rows) <= ROWS + 5 and its.count == 300 for its in found.values())
+
+
+def test_divided_is_what_is_collected_of_divided_rows():
+    x = rows(40, 16, 0)
+    by = torch.arange(1, 17).float()
+    ours, expected = inputs(x).divided(by), inputs(x / by)
+    assert ours.gram is not None and expected.gram is not None
+    for name in ("mean", "square", "largest", "rows", "gram"): torch.testing.assert_close(getattr(ours, name), getattr(expected, name))
+
+
+def test_values_that_are_not_finite_and_an_absent_text_are_refused():
+    graph = step()
+    with pytest.raises(UserError, match="--calib FILE"): collect(graph, [*matrices(graph)], [])
+    name = next(name for name in graph.weights if "layernorm" in name)
+    graph.weights[name] = graph.weights[name] * torch.nan
+    with pytest.raises(UserError, match="_weight: what it is multiplied with on the calibration text is not finite"):
+        collect(graph, [*matrices(graph)], windows(2, 9))
+
+
+# --------------------------------------------------------------------------------------------------------------------- plan
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_quantizes_with_and_without_inputs(method):
+    w, x = weight(4, 40), rows(60, 40, 0)
+    plan = Plan(Scheme(4), method)
+    for found in (plan.quantize(w, Scheme(4), "w"), plan.quantize(w, Scheme(4), "w", inputs(x))):
+        assert bool((row_errors(w, found) <= WORST * row_errors(w, round_to_nearest(w, Scheme(4)))).all())
+
+
+def test_an_unknown_method_is_refused():
+    with pytest.raises(UserError, match="unknown quantization method 'gtpq'; did you mean 'gptq'"): Plan(Scheme(4), "gtpq")
+
+
+def test_methods_that_look_at_a_text_need_a_tokenizer():
+    graph = step()
+    with pytest.raises(UserError, match=r"no tokenizer to read a calibration text with, .* choose rtn or mse"):
+        Plan(Scheme(4), "gptq").statistics(graph, [*matrices(graph)])
+    assert Plan(Scheme(4), "mse").statistics(graph, [*matrices(graph)]) == {}
+
+
+def test_tables_have_no_statistics():
+    """A lookup weighs no columns: what is looked up is rounded with least squared error, though a head may share it."""
+    graph = step()
+    found = Plan(Scheme(4), "gptq", windows(2, 20)).statistics(graph, [*matrices(graph)])
+    table = next(str(n.target) for n in matrices(graph) if any(u.target is not infc.linear.default for u in n.users if "embed" in n.name))
+    assert table not in found and len(found) == len(matrices(graph)) - 1
