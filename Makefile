@@ -17,7 +17,7 @@ setup: .venv/.ready   ## a Python environment with the pinned packages, in .venv
 	@echo "setup: installing the pinned packages (PyTorch for the CPU among them; a minute or two the first time)"
 	@$(PIP) install "pip>=25.1,<26.2"
 	@$(PIP) install --constraint constraints.txt torch==2.13.0
-	@$(PIP) install --constraint constraints.txt --editable ".[gguf,hf]" --group dev
+	@$(PIP) install --constraint constraints.txt --editable ".[gguf,gpu,hf]" --group dev
 	@touch $@
 
 demo: setup     ## compile SmolLM2-135M for this CPU, verify it, ask it a question

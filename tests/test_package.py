@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
 FOLDERS = ("compiler", "passes", "backends", "runtime", "models")
-DATA = (".h", ".toml", ".json", ".cpp", ".jinja", ".html", ".css", ".js")
+DATA = (".h", ".toml", ".json", ".cpp", ".jinja", ".html", ".css", ".js", ".txt", ".md")
 
 
 def modules() -> set[Path]:

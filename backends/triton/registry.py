@@ -21,6 +21,7 @@ class Launch:
     """One kernel launch: a grid of programs over tensors and numbers; constants are compiled in.
 
     args follow the kernel's own arguments that are not constants: tensors, ints (i32, or i64 past 2**31) and floats (fp32).
+    spills_ok: its registers may spill to memory; of any other kernel the build refuses that.
     """
 
     function: Any                        # what @triton.jit made
@@ -29,6 +30,7 @@ class Launch:
     constants: dict[str, Any]
     warps: int = 4
     stages: int = 3
+    spills_ok: bool = False
 
 
 @dataclass
@@ -39,9 +41,9 @@ class Emit:
     scratch: list[Tensor] = field(default_factory=list)
 
     def __call__(self, function: Any, *, grid: tuple[int, ...], args: Sequence[Tensor | int | float], warps: int = 4, stages: int = 3,
-                 **constants: Any) -> None:
+                 spills_ok: bool = False, **constants: Any) -> None:
         """One more launch. A grid with a 0 in it launches nothing."""
-        if all(grid): self.launches.append(Launch(function, grid, tuple(args), constants, warps, stages))
+        if all(grid): self.launches.append(Launch(function, grid, tuple(args), constants, warps, stages, spills_ok))
 
     def empty(self, *shape: int, dtype: torch.dtype, like: Tensor) -> Tensor:
         """Scratch that lives during this call: partial sums of a split."""
@@ -54,6 +56,7 @@ class Kernel:
     """The kernels of one operator. `refuse` and `lower` take the operator's arguments by name, tensors with concrete sizes."""
 
     op: str                              # "infc::rms_norm"
+    call: torch._ops.OpOverload          # what it means
     refuse: Callable[..., str | None]
     lower: Callable[..., None]           # lower(emit, *results, **arguments)
 
@@ -64,9 +67,10 @@ _table: dict[str, Kernel] = {}
 def kernel(op: Any, *, refuse: Callable[..., str | None]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register `lower(emit, *results, **arguments)` for an operator; results are tensors to write, in the operator's order."""
     def register(lower: Callable[..., None]) -> Callable[..., None]:
-        name = op._opoverload.name() if hasattr(op, "_opoverload") else str(op.name())
+        call = getattr(op, "_opoverload", op)
+        name = str(call.name())
         if name in _table: raise ValueError(f"{name} has two kernels")
-        _table[name] = Kernel(name, refuse, lower)
+        _table[name] = Kernel(name, call, refuse, lower)
         return lower
 
     return register

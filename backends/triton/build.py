@@ -1,0 +1,243 @@
+"""Launches to code for a GPU that is not there: compiled once per content, two at a time, kept, and judged by the compiler's own report."""
+import contextlib
+import hashlib
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, cast
+
+import msgspec
+
+from ...compiler.errors import CheckFailed, InfcError
+from ...compiler.reuse import cache_folder, remove
+from .registry import Launch
+from .request import key, request
+from .worker import ARCHS, Binary, Request, receive, send
+
+WORKERS = 2
+
+_DIGEST_BYTES = 32                       # sha256, behind a kept build
+
+
+class Code(msgspec.Struct, frozen=True):
+    """A kernel for one architecture. Plain data; `params` end with two pointers Triton appends and nothing reads: pass null."""
+
+    arch: str
+    title: str                           # kernel, constants, warps and stages, for messages
+    sha256: str                          # of the cubin
+    made: Binary
+
+    @property
+    def symbol(self) -> str:
+        return self.made.symbol
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What one multiprocessor holds at a time. Registers and shared memory in units a program's share is rounded up to."""
+
+    warps: int
+    programs: int
+    shared: int                          # bytes, of all programs
+    shared_of_one: int                   # bytes a single program may have
+    registers: int = 65_536
+    register_unit: int = 256             # per warp
+    shared_reserved: int = 1024          # bytes the driver takes of each program's share
+
+
+# CUDA C++ Programming Guide, "Compute Capabilities", tables "Technical Specifications" (8.0, 8.9, 9.0, 10.0): resident warps and
+# blocks, shared memory per multiprocessor and per block; register and reserved units: the CUDA Occupancy Calculator's tables.
+LIMITS = {
+    "sm_80": Limits(64, 32, 164 << 10, 163 << 10),
+    "sm_89": Limits(48, 24, 100 << 10, 99 << 10),
+    "sm_90a": Limits(64, 32, 228 << 10, 227 << 10),
+    "sm_100a": Limits(64, 32, 228 << 10, 227 << 10),
+}
+
+
+def programs_at_once(code: Code) -> int:
+    """How many programs of this kernel a multiprocessor holds; 0: not even one fits."""
+    return occupancy(code.made.registers, code.made.shared, code.made.threads, LIMITS[code.arch])
+
+
+def occupancy(registers: int, shared: int, threads: int, limits: Limits) -> int:
+    """Programs a multiprocessor holds, each with `threads` threads of `registers` registers and `shared` bytes."""
+    if shared > limits.shared_of_one: return 0
+    warps = -(-threads // 32)
+    registers_of_warp = _up(registers * 32, limits.register_unit)
+    by_registers = limits.registers // registers_of_warp // 4 * 4 // warps if registers else limits.programs     # warps come in fours
+    return min(limits.warps // warps, limits.programs, by_registers, limits.shared // (_up(shared, 128) + limits.shared_reserved))
+
+
+def _up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
+
+
+def build(
+    launches: Sequence[Launch], arch: str, *, workers: int = WORKERS, cache: Path | None = None,
+    progress: Callable[[int, int, str], None] = lambda done, of, title: None, note: Callable[[str], None] = lambda line: None,
+) -> list[Code]:
+    """The code of each launch, in their order; equal ones are one object, built once. Tensors may be on "meta".
+
+    cache: a folder of builds, the user's when None. progress(done, of, title) counts unique builds. UserError for an unknown arch;
+    CheckFailed for a kernel that does not compile, spills without saying so, or does not fit the arch.
+    """
+    asked = [request(launch, arch) for launch in launches]
+    ptxas = _ptxas(arch)
+    keys = [key(launch, one, ptxas) for launch, one in zip(launches, asked, strict=True)]
+    unique = dict(zip(keys, asked, strict=True))
+    folder = cache or cache_folder() / "triton"
+    kept = {name: code for name, one in unique.items() if (code := _kept(folder / name, arch, one.title, note)) is not None}
+    missing = [name for name in unique if name not in kept]
+    for done, (name, binary) in enumerate(_compile({name: unique[name] for name in missing}, workers), len(kept) + 1):
+        code = Code(arch, unique[name].title, hashlib.sha256(binary.cubin).hexdigest(), binary)
+        _keep(code, folder / name, note)
+        kept[name] = code
+        progress(done, len(unique), code.title)
+    for name, launch in zip(keys, launches, strict=True): _judge(kept[name], launch)
+    return [kept[name] for name in keys]
+
+
+def _judge(code: Code, launch: Launch) -> None:
+    made, limits = code.made, LIMITS[code.arch]
+    if (made.spill_stores or made.spill_loads) and not launch.spills_ok:
+        raise CheckFailed(f"kernel {code.title} spills {made.spill_stores} bytes of registers to memory ({made.registers} registers, "
+                          f"{made.threads} threads): give it smaller tiles or more warps, or launch it with spills_ok")
+    if made.shared > limits.shared_of_one:
+        raise CheckFailed(f"kernel {code.title} needs {made.shared} bytes of shared memory; {code.arch} gives a program "
+                          f"{limits.shared_of_one}: give it smaller tiles or fewer stages")
+
+
+def _ptxas(arch: str) -> str:
+    """The version of the assembler Triton would call."""
+    from triton import knobs
+
+    tool = knobs.nvidia.ptxas_blackwell if ARCHS[arch] >= 100 else knobs.nvidia.ptxas
+    return tool.version
+
+
+# ---- compiling
+
+def _compile(asked: dict[str, Request], workers: int) -> Iterable[tuple[str, Binary]]:
+    """Each request's result as it comes. The first failure, or Ctrl-C, ends every worker and leaves nothing behind."""
+    if not asked: return
+    waiting: queue.SimpleQueue[tuple[str, Request]] = queue.SimpleQueue()
+    for item in asked.items(): waiting.put(item)
+    results: queue.SimpleQueue[tuple[str, Binary | InfcError]] = queue.SimpleQueue()
+    with tempfile.TemporaryDirectory(prefix="infc-triton-") as folder, contextlib.ExitStack() as stack:
+        for index in range(min(workers, len(asked))):
+            worker = _Worker(Path(folder) / str(index))
+            stack.callback(worker.close)
+            worker.start(waiting, results)
+        for _ in asked:
+            name, result = results.get()
+            if isinstance(result, InfcError): raise result
+            yield name, result
+
+
+@dataclass
+class _Worker:
+    """A process that compiles, and the thread that feeds it."""
+
+    folder: Path
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir()
+        self.errors: BinaryIO = (self.folder / "errors").open("w+b")
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", f"from {__package__}.worker import main; main()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=self.errors, env=self.environment(), start_new_session=True)      # Ctrl-C is the parent's to handle
+        self.thread: threading.Thread | None = None
+
+    def environment(self) -> dict[str, str]:
+        """Ours without the switches that change what Triton makes; no line table, so no path, in the code."""
+        plain = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "MLIR_", "LLVM_", "NVPTX_"))
+                 or name in ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")}
+        for name in ("DISABLE_PTXAS_OPT", "PTXAS_OPTIONS", "USE_IR_LOC"): plain.pop(name, None)
+        return {**plain, "TRITON_DISABLE_LINE_INFO": "1", "TRITON_DUMP_PTXAS_LOG": "1", "TRITON_CACHE_DIR": str(self.folder / "cache"),
+                "TMPDIR": str(self.folder)}
+
+    def start(self, waiting: queue.SimpleQueue, results: queue.SimpleQueue) -> None:
+        def feed() -> None:
+            if not self._send(list(sys.path)): return results.put(("", CheckFailed(self._said("the compiler of kernels"))))
+            while True:
+                try:
+                    name, asked = waiting.get_nowait()
+                except queue.Empty:
+                    return None
+                answer = receive(cast(BinaryIO, self.process.stdout)) if self._send(asked) else None
+                if answer is None: return results.put((name, CheckFailed(self._said(f"kernel {asked.title}"))))
+                results.put((name, msgspec.msgpack.decode(answer, type=Binary)))
+
+        self.thread = threading.Thread(target=feed, daemon=True)
+        self.thread.start()
+
+    def _send(self, message: object) -> bool:
+        try:
+            send(cast(BinaryIO, self.process.stdin), message)
+        except OSError:
+            return False                                     # it ended
+        return True
+
+    def _said(self, what: str) -> str:
+        """One line on why the process ended, from what it wrote last."""
+        with contextlib.suppress(subprocess.TimeoutExpired): self.process.wait(10)
+        self.errors.seek(0)
+        lines = [line.strip() for line in self.errors.read().decode(errors="replace").splitlines() if line.strip()]
+        code = self.process.returncode
+        if code is not None and code < 0: return f"{what}: the compiler crashed with signal {-code}"
+        last = lines[-1] if lines else f"exit code {code}"
+        if "Repro command" in last or "PassManager" in last:                 # says nothing: the assembler or MLIR said it before
+            last = next((line for line in reversed(lines) if "error" in line.lower() and line != last), last)
+        return f"{what} does not compile: {last}"
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        if self.thread: self.thread.join()
+        for pipe in (self.process.stdin, self.process.stdout, self.errors):
+            with contextlib.suppress(OSError):               # what was not sent cannot be
+                if pipe: pipe.close()
+
+
+# ---- the cache: one file a build, its sha256 behind it
+
+def _kept(path: Path, arch: str, title: str, note: Callable[[str], None]) -> Code | None:
+    """The build kept at that place; None where there is none, or no longer what was written: such an entry is removed."""
+    try:
+        entry = path.read_bytes()
+        raw, digest = entry[:-_DIGEST_BYTES], entry[-_DIGEST_BYTES:]
+        if _digest(raw, path) == digest:
+            binary = msgspec.msgpack.decode(raw, type=Binary)
+            return Code(arch, title, hashlib.sha256(binary.cubin).hexdigest(), binary)
+        why = "it was altered (its sha256 differs)"
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        why = f"it cannot be read ({error.strerror})"
+    note(f"the kept kernel {path} is of no use, compiling {title} again: {why}")
+    remove(path)
+    return None
+
+
+def _keep(code: Code, path: Path, note: Callable[[str], None]) -> None:
+    """Atomically: another process may be writing the same. Where it fails, the compile is no worse for it."""
+    sibling = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
+    raw = msgspec.msgpack.encode(code.made)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with sibling.open("xb") as file: file.write(raw + _digest(raw, path))
+        os.replace(sibling, path)
+    except OSError as error:
+        note(f"kernel {code.title} is not kept for the next compile: {path.parent} cannot be written ({error.strerror})")
+    finally:
+        with contextlib.suppress(OSError): sibling.unlink()
+
+
+def _digest(raw: bytes, path: Path) -> bytes:
+    return hashlib.sha256(path.name.encode() + raw).digest()

@@ -1,0 +1,41 @@
+"""infc::layer_norm: one program a row, mean first, then the variance around it and what the mean itself was off by."""
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ....compiler.ops import layer_norm
+from ..primitives import narrow
+from ..registry import Emit, kernel
+from ..rows import inverse_root, power_of_2, refuse_norm, warps_of
+
+
+def refuse(x: Tensor, w: Tensor, b: Tensor | None, eps: float, out_dtype: torch.dtype | None = None) -> str | None:
+    """None where the kernel takes the call, else why not."""
+    return refuse_norm(x, w, b, out_dtype)
+
+
+@triton.jit
+def _layer_norm(x_ptr, w_ptr, b_ptr, y_ptr, eps, N: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * N
+    col = tl.arange(0, BLOCK)
+    mask = col < N
+    x = tl.load(x_ptr + start + col, mask, other=0.0).to(tl.float32)
+    mean = tl.div_rn(tl.sum(x, 0), tl.full((), N, tl.float32))
+    away = tl.where(mask, x - mean, 0.0)
+    off = tl.div_rn(tl.sum(away, 0), tl.full((), N, tl.float32))          # far from 0 the mean is rounded more than the row is wide
+    scale = inverse_root(tl.sum(away * away, 0) - N * off * off, N, eps)
+    y = (away - off) * scale * tl.load(w_ptr + col, mask, other=0.0).to(tl.float32)
+    if BIAS: y += tl.load(b_ptr + col, mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + start + col, narrow(y, y_ptr.dtype.element_ty), mask)
+
+
+@kernel(layer_norm, refuse=refuse)
+def lower(
+    emit: Emit, y: Tensor, x: Tensor, w: Tensor, b: Tensor | None, eps: float, out_dtype: torch.dtype | None = None,
+) -> None:
+    """x [..., n], w, b [n] -> y [..., n]."""
+    n = x.shape[-1]
+    block = power_of_2(n)
+    emit(_layer_norm, grid=(x.numel() // n,), args=(x, w, w if b is None else b, y, eps), warps=warps_of(block),     # an absent b: not read
+         N=n, BIAS=b is not None, BLOCK=block)

@@ -1,0 +1,146 @@
+"""Products and lookups of codes on Triton, interpreted, against their meaning in fp64; and the constants of their assembly."""
+from triton_env import FLOATS, conform, exact, kernels, plain, randn, run, ulp  # isort: skip  # before anything of Triton
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from infc.backends.triton import primitives
+from infc.backends.triton.kernels.linear_quantized import tiles
+from infc.backends.triton.registry import Emit
+from infc.compiler.ops.codes import groups, pack_codes
+from ptx import run_ptx
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+ROWS = [(0, 0), (8, 0), (8, 32)]         # act_bits, act_group
+
+
+def weight(n: int, k: int, bits: int, group: int, offset: bool, seed: int = 0) -> dict[str, Any]:
+    """A weight whose values are about k**-0.5 in every group, each group with a scale of its own."""
+    dice = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 2**bits, (n, k), generator=dice).to(torch.uint8)
+    scale = (torch.rand(n, groups(k, group), generator=dice) + 0.5) * k**-0.5 / 2 ** (bits - 2)
+    return {"codes": pack_codes(codes, bits), "scale": scale.half(), "bits": bits, "group": group,
+            "offset": (-scale * 2 ** (bits - 1) * (0.9 + torch.rand(scale.shape, generator=dice) / 5)).half() if offset else None}
+
+
+def check(op: str, **arguments: Any) -> None:
+    """As near to fp64 as the reference, plus one ulp of the row; fp32 sums: plus one ulp of the magnitudes that are added."""
+    found, own, wide = run(op, **arguments), plain(op, **arguments), exact(op, **arguments)
+    assert found.shape == wide.shape and found.dtype == own.dtype and not found.isnan().any()
+    size = wide.abs().amax(-1, keepdim=True)
+    if found.dtype == F32:
+        x = arguments["x"].abs().amax(-1, keepdim=True).double()
+        size = size + x * arguments["x"].shape[-1] ** 0.5 * 2                # of sums of k values of about k**-0.5 times |x|
+    assert bool(((found - wide).abs() <= (own - wide).abs().amax(-1, keepdim=True) + ulp(size, found.dtype)).all())
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("offset", [False, True])
+@pytest.mark.parametrize(("bits", "group"), [(8, 32), (8, 0), (4, 32), (4, 128), (4, 0)])
+def test_linear(bits: int, group: int, offset: bool, dtype: torch.dtype) -> None:
+    for rows, n, k in ((1, 70, 600), (20, 40, 130)):
+        more = {"bias": randn(n, dtype=dtype, seed=2), "residual": randn(rows, n, dtype=dtype, seed=3)} if rows == 1 else {}
+        check("infc::linear_quantized", x=randn(rows, k, dtype=dtype), **weight(n, k, bits, group, offset),
+              **{"bias": None, "residual": None, "act_bits": 0, "act_group": 0} | more)
+
+
+@pytest.mark.parametrize("rows", [2, 70])
+@pytest.mark.parametrize(("act_group", "dtype"), [(0, BF16), (32, BF16), (32, F32)], ids=str)
+@pytest.mark.parametrize("offset", [False, True])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rounded_rows(bits: int, offset: bool, act_group: int, dtype: torch.dtype, rows: int) -> None:
+    check("infc::linear_quantized", x=randn(rows, 200, dtype=dtype), **weight(40, 200, bits, 32, offset), bias=None, residual=None,
+          act_bits=8, act_group=act_group)
+
+
+@pytest.mark.parametrize(("bits", "group", "offset"), [(8, 32, False), (4, 64, True)])
+@pytest.mark.parametrize(("rows", "act", "act_bits"), [(1, "silu", 0), (6, "gelu", 8), (40, "gelu_tanh", 0)])
+def test_swiglu(rows: int, act: str, act_bits: int, bits: int, group: int, offset: bool) -> None:
+    check("infc::linear_swiglu_quantized", x=randn(rows, 520, dtype=BF16), **weight(2 * 35, 520, bits, group, offset), act=act,
+          act_bits=act_bits, act_group=group)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 300), st.sampled_from([4, 8]), st.sampled_from([0, 32, 64, 128, 256]),
+       st.booleans(), st.sampled_from(ROWS), st.sampled_from(FLOATS))
+def test_any_size(rows: int, n: int, k: int, bits: int, group: int, offset: bool, act: tuple[int, int], dtype: torch.dtype) -> None:
+    act_bits, act_group = act
+    check("infc::linear_quantized", x=randn(rows, k, dtype=dtype), **weight(n, k, bits, group, offset), bias=None, residual=None,
+          act_bits=act_bits, act_group=act_group and group)
+
+
+def test_rows_become_the_codes_of_the_reference() -> None:
+    """Ties, zeros, tiny and huge values: the first launch's codes and scales are those of infc::quantize_rows, bit for bit."""
+    x = randn(6, 300)
+    x[0], x[1], x[2, :32] = 0.0, 1e-31, torch.arange(32) / 2 - 8
+    x[3] *= 1e30
+    for group in (0, 32):
+        emit = Emit()
+        held = {"x": x, **weight(3, 300, 8, 32, False), "bias": None, "residual": None, "act_bits": 8, "act_group": group}
+        kernels()["infc::linear_quantized"].lower(emit, torch.empty(6, 3), **held)
+        first = emit.launches[0]
+        first.function[first.grid](*first.args, **first.constants)
+        codes, scale = torch.ops.infc.quantize_rows(x, 8, group)
+        assert torch.equal(first.args[1], codes) and torch.equal(first.args[2], scale)
+
+
+def test_every_cut_is_taken() -> None:
+    few = [tiles(rows, 4096, 4096, bits, 32, more=False, wide=False) for rows in (1, 4, 8, 16) for bits in (4, 8)]
+    assert {cut.block_g for cut in few} >= {2, 4, 8} and all(16 <= cut.block_g * cut.block_m <= 32 and cut.split > 1 for cut in few)
+    assert all(cut.block_k == 32 * cut.block_g for cut in few)
+    many = tiles(2048, 4096, 4096, 4, 32, more=False, wide=False)
+    assert (many.block_m, many.block_n, many.block_k, many.block_g) == (128, 128, 32, 1)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("index_type", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize(("bits", "group", "offset", "k"), [(8, 32, False, 100), (4, 32, True, 101), (4, 0, False, 2050), (8, 0, True, 1)])
+def test_embedding(bits: int, group: int, offset: bool, k: int, index_type: torch.dtype, dtype: torch.dtype) -> None:
+    indices = torch.tensor([[0, 49], [7, 7]], dtype=index_type)
+    conform("infc::embedding_quantized", **weight(50, k, bits, group, offset), indices=indices, k=k, out_dtype=dtype)
+
+
+def test_a_row_that_is_not_there_is_zeros() -> None:
+    found = run("infc::embedding_quantized", **weight(5, 64, 8, 32, True), indices=torch.tensor([-1, 5, 2]), k=64, out_dtype=BF16)
+    assert bool((found[:2] == 0).all()) and bool((found[2] != 0).any())
+
+
+@pytest.mark.parametrize(("change", "reason"), [
+    ({"bits": 3}, "codes of 3 bits: 4 and 8 are known"),
+    ({"group": 48}, "groups of 48: 32, 64, 128, 256 and whole rows"),
+    ({"act_bits": 16}, "rows rounded to 16 bits: 8 is known"),
+    ({"act_bits": 8, "act_group": 64}, "rows in groups of 64, the weight in groups of 32"),
+    ({"scale": torch.ones(3, 7)}, "scale is torch.float32: fp16 is known"),
+    ({"x": randn(400, 2).T}, "x is not contiguous"),
+    ({"out_dtype": torch.float64}, "results in torch.float64"),
+])
+def test_refuses(change: dict, reason: str) -> None:
+    held: dict[str, Any] = {"x": randn(2, 200), **weight(3, 200, 8, 32, False), "act_bits": 0, "act_group": 0}
+    held |= {"bias": None, "residual": None}
+    with pytest.raises(ValueError, match=reason): run("infc::linear_quantized", **held | change)
+
+
+# ---- the assembly that makes numbers of codes, of which the interpreter sees only what it stands for
+
+ASSEMBLY = [(name, dtype) for name in ("BYTES_8", "SIGNED_8", "PARTS_8", "PARTS_4", "HALVES_4") for dtype in (BF16, F16)]
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*ASSEMBLY, ("HALVES_4", torch.int8)], ids=str)
+def test_assembly(name: str, dtype: torch.dtype) -> None:
+    """Every byte at every place of a register. Parts of an input come out in the order `pack` hands registers over."""
+    text = getattr(primitives, f"_{ {BF16: 'BF16', F16: 'FP16', torch.int8: 'INT8'}[dtype]}_{name}").value
+    raw = torch.randint(0, 256, (4096, 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    raw[:256] = torch.arange(256, dtype=torch.uint8)[:, None]
+    low, high, words = raw.int() & 15, raw.int() >> 4, raw.flatten().view(torch.int16).int().reshape(-1, 2) & 0xFFFF
+    parts = {
+        "BYTES_8": [raw.int() - 128], "SIGNED_8": [raw.view(torch.int8).int()], "HALVES_4": [low - 8, high - 8],
+        "PARTS_8": [(words & 255) - 128, (words >> 8) - 128], "PARTS_4": [(words >> 4 * i & 15) - 8 for i in range(4)],
+    }[name]
+    registers = sum(part.shape[1] * dtype.itemsize // 4 for part in parts)
+    found = iter(run_ptx(text, registers, raw.numpy().view("uint32")[:, 0]))
+    for part in parts:
+        held = [torch.from_numpy(next(found).view("int32").copy()) for _ in range(part.shape[1] * dtype.itemsize // 4)]
+        assert torch.equal(torch.stack(held, -1).view(dtype).int(), part)
