@@ -85,6 +85,7 @@ def compile_model(
         str | None, typer.Option("--quality", metavar="LIMITS", show_default=False, help=(
             "what must hold, like ppl<=+1%,kl<=0.02; of ppl, kl, kl_p99, top1, retrieval, json, layer"))
     ] = None,
+    keep_slow: Annotated[bool, typer.Option("--keep-slow", help="use a format also where it makes a decode step slower")] = False,
     unverified: Annotated[bool, typer.Option("--unverified", help="quantize without measuring; the artifact says so")] = False,
     buckets: Annotated[str | None, typer.Option(help="token counts, like 1,16,256 [default: chosen]", show_default=False)] = None,
     max_sequences: Annotated[int, typer.Option(min=1, help="sequences in one step")] = 16,
@@ -117,7 +118,7 @@ def compile_model(
             strict=strict, dump=dump, dump_asm=dump_asm, force=force, reuse=reuse, keep_going=keep_going,
             quant=quant or ("auto" if limits and kv_quant == "none" else "none"), candidates=candidates or driver.Options.candidates,
             search_for=search_for, quant_method=quant_method, calib=calib, kv_quant=kv_quant, data=data, quality=limits,
-            unverified=unverified, expect=misses.counts(expect or (), passes.PIPELINE))
+            unverified=unverified, keep_slow=keep_slow, expect=misses.counts(expect or (), passes.PIPELINE))
         result = driver.compile(model, output, options=options, on_event=report).json()
     if as_json:
         _print_json(result)

@@ -45,6 +45,7 @@ from .quality.text import CALIBRATION
 from .quality.text import read as read_text
 from .quant import recipe, search
 from .quant.kv import parse_kv
+from .quant.pays import Pays
 from .quant.plan import METHODS, Plan, blind
 from .reuse import Entry, cache_folder
 from .rewrite import Report
@@ -86,6 +87,7 @@ class Options:
     data: Path | None = None                          # held-out text (or token ids, .json); None: the text that travels with infc
     quality: str | None = None                        # limits (compiler.quality.limits); None: its DEFAULT
     unverified: bool = False                          # go on without measuring what quantization costs
+    keep_slow: bool = False                           # use a format also where it makes a decode step slower
     candidates: str = search.CANDIDATES               # with quant "auto": the formats to choose among, for each weight
     search_for: str = "bytes"                         # with quant "auto": the fewest bytes, or the least decode time
 
@@ -188,13 +190,14 @@ def compile(
         with clock.phase("search", "choosing formats"):
             searched = _search(captured, options, listen)
         options = replace(options, quant=str(searched.recipe), candidates=search.CANDIDATES, search_for=Options.search_for)
+    pays = _pays(backend, options, target) if hooks is None else None
     with clock.phase("passes", "rewriting the graph"):
         graph = captured.copy()
-        report = hooks.rewrite(graph) if hooks else _run_passes(graph, options, listen, gate)
+        report = hooks.rewrite(graph) if hooks else _run_passes(graph, options, listen, gate, pays)
         misses.check_expected(report.json(), options.expect, str(model) if isinstance(model, (str, Path)) else "MODEL")
         if report.skipped and debug.stop() is not None:
             listen(Event("note", "passes", f"INFC_STOP={debug.stop()}: the rewrites end here; not run: {', '.join(report.skipped)}"))
-        notes = [*report.notes, *graph.meta.get("notes", ())]
+        notes = [*report.notes, *graph.meta.get("notes", ()), *(pays.notes() if pays else ())]
         for line in notes:
             listen(Event("note", "passes", line))
     with clock.phase("programs", "placing and packing"):
@@ -213,7 +216,7 @@ def compile(
     version = keys.version(graph, programs, options, target.isa, toolchain.identity)
     summary = {"passes": report.json(), "notes": notes, "program": _summary(programs, placement), "coverage": _coverage(placement),
                "graph_error": golden.graph_error, "recipe": None if (used := recipe.of(graph)) is None else str(used),
-               "search": searched and searched.json(),
+               "search": searched and searched.json(), "formats": pays.json() if pays else None,
                "costs": table.json(target.isa, options.dtype, _kv_bytes_per_token(graph), int(graph.meta["max_positions"]))}
     summary["quality"] = lost = compile_gate.unverified(graph) if options.unverified else None
     with clock.phase("write", f"writing and verifying {path.name}"):
@@ -250,6 +253,13 @@ def passes_of(model: "str | Path | nn.Module | Graph", options: Options, listen:
     captured = model if isinstance(model, Graph) else capture(model, progress=lambda line: listen(Event("note", "capture", line)))
     listen(Event("phase", "passes", "rewriting the graph"))
     return _run_passes(captured, options, listen), captured
+
+
+def _pays(backend: Any, options: Options, target: targets.Target) -> Pays | None:
+    """Times formats against what they replace, where the target's code can run on this machine."""
+    if options.quant == "none" or targets.missing(target): return None
+    wide = torch.bfloat16 if options.dtype == "bf16" else torch.float32
+    return Pays(lambda entries: backend.race(entries, target.isa, default_threads(), wide), options.keep_slow)
 
 
 def _gated(options: Options) -> bool:
@@ -352,6 +362,8 @@ def _check(options: Options) -> None:
         raise UserError("--candidates and --search-for are about a search for formats: give --quality and no --quant, or --quant auto")
     if options.quant != "none" and options.allow != "approximate":
         raise UserError(f"--allow {options.allow} forbids --quant {options.quant}, which is approximate: choose one of them")
+    if options.keep_slow and options.quant == "none":
+        raise UserError("--keep-slow keeps formats that are slower than what they replace, and nothing is quantized: leave it out")
     _check_calibration(options)
     _check_kv(options)
     compile_gate.check_options(_quantized(options), options.data, options.quality, options.unverified)
@@ -379,7 +391,9 @@ def _check_kv(options: Options) -> None:
                         f"{', '.join(target.kv_formats)}: choose one of those, or none")
 
 
-def _run_passes(graph: Graph, options: Options, listen: Listener, gate: compile_gate.Gate | None = None) -> PipelineReport:
+def _run_passes(
+    graph: Graph, options: Options, listen: Listener, gate: compile_gate.Gate | None = None, pays: Pays | None = None,
+) -> PipelineReport:
     level = debug.level()
     before = text(graph) if level >= 3 else ""
     done = 0
@@ -405,7 +419,7 @@ def _run_passes(graph: Graph, options: Options, listen: Listener, gate: compile_
     chosen = passes.pipeline(options.dtype, options.quant != "none", options.kv_quant != "none")
     return run_pipeline(
         graph, chosen, allow=options.allow, check=options.check, dump=options.dump, progress=tell,   # type: ignore[arg-type]
-        options=pass_options(options), keep_going=options.keep_going, needed=passes.NEEDED)
+        options=pass_options(options) | {"pays": pays}, keep_going=options.keep_going, needed=passes.NEEDED)
 
 
 def pass_options(options: Options) -> dict[str, Any]:
