@@ -5,14 +5,16 @@ APPROXIMATE: next-token distributions may not be further (KL) from the wide grap
 codes have 16 bits; nor than 64 times that (8 times the noise) where they have 8.
 """
 import operator
+from typing import Any
 
 from torch import fx
 
 from ..compiler.divergence import divergences
 from ..compiler.errors import CheckFailed
-from ..compiler.ir import Graph
+from ..compiler.ir import Graph, where
 from ..compiler.ops import infc
 from ..compiler.quant.plan import Plan
+from ..compiler.quant.scheme import Scheme
 from ..compiler.rewrite import APPROXIMATE, Measured, Pass, Report, arguments, emit
 
 PRODUCTS = {infc.linear.default, infc.linear_swiglu.default}
@@ -26,10 +28,9 @@ def run(graph: Graph, report: Report) -> int:
     if plan is None:
         return 0
     rounded: dict[tuple[fx.Node, int, int], fx.Node] = {}
-    for node in [n for n in graph.nodes if n.target in PRODUCTS and _scheme(n) is not None]:
-        scheme = _scheme(node)
-        if not scheme.act_bits: continue                   # type: ignore[union-attr]
-        key = (node.args[0], scheme.act_bits, scheme.act_group)                   # type: ignore[union-attr]
+    for node, scheme in _products(graph):
+        if not scheme.act_bits: continue
+        key = (node.args[0], scheme.act_bits, scheme.act_group)
         if key not in rounded:
             if not report.may_fire(): break
             rounded[key] = _round(graph, node, *key)
@@ -37,10 +38,14 @@ def run(graph: Graph, report: Report) -> int:
     return len(rounded)
 
 
-def _scheme(node: fx.Node):
-    """The scheme of the quantized weight that a product reads, or None."""
-    weight = node.args[1]
-    return weight.meta.get("scheme") if isinstance(weight, fx.Node) and weight.target is infc.dequantize.default else None
+def _products(graph: Graph) -> list[tuple[Any, Scheme]]:
+    """Products of quantized weights, each with its weight's scheme."""
+    found = []
+    for node in graph.nodes:
+        weight = node.args[1] if node.target in PRODUCTS else None
+        if isinstance(weight, fx.Node) and weight.target is infc.dequantize.default and "scheme" in weight.meta:
+            found.append((node, weight.meta["scheme"]))
+    return found
 
 
 def _round(graph: Graph, node: fx.Node, x: fx.Node, bits: int, group: int) -> fx.Node:
@@ -50,8 +55,16 @@ def _round(graph: Graph, node: fx.Node, x: fx.Node, bits: int, group: int) -> fx
 
 
 def check(before: Graph, after: Graph) -> Measured:
-    """Mean KL(wide || rounded); CheckFailed where it is over the bound."""
-    bits = min(arguments(n)[1] for n in after.nodes if n.target is infc.quantize_rows.default)
+    """Mean KL(wide || rounded); CheckFailed where it is over the bound, or where rows are rounded otherwise than their scheme says."""
+    bits = 16
+    for node, scheme in _products(after):
+        if node.args[0].target is not infc.dequantize_rows.default: continue      # left wide
+        codes, _, group = arguments(node.args[0])[:3]
+        made = arguments(codes.args[0])
+        if (made[1], made[2], group) != (scheme.act_bits, scheme.act_group, scheme.act_group):
+            raise CheckFailed(f"what {where(node)} reads is rounded to {made[1]} bits in groups of {made[2]}, and {scheme} asks for "
+                              f"{scheme.act_bits} in groups of {scheme.act_group}")
+        bits = min(bits, scheme.act_bits)
     ours, eager = divergences(before, after)
     bound = NOISE[bits] * eager
     if not ours <= bound:

@@ -4,12 +4,16 @@ import tempfile
 import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from infc import passes
 from infc.compiler.errors import CheckFailed
 from infc.compiler.ir import Graph
 from infc.compiler.pipeline import PipelineReport, run_pipeline
+from infc.compiler.quant.kv import parse_kv
+from infc.compiler.quant.plan import Plan
+from infc.compiler.quant.scheme import parse
 from infc.compiler.rewrite import AnyPass
 from infc.compiler.verification import Golden, golden
 from infc.runtime.errors import RuntimeFault
@@ -19,7 +23,34 @@ from mutations import models
 from mutations.plant import toolchain
 
 BUCKETS = (1, 16, 64)
-OPTIONS = {"max_sequences": 16}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A fault's `dtype`: fp32, bf16, or, over bf16, a scheme of compiler.quant.scheme or "kv int8"."""
+
+    text: str
+
+    @property
+    def quant(self) -> str:
+        return "none" if self.text in ("fp32", "bf16", "kv int8") else self.text
+
+    @property
+    def kv(self) -> str:
+        return self.text.removeprefix("kv ") if self.text.startswith("kv ") else "none"
+
+    @property
+    def dtype(self) -> str:
+        return "fp32" if self.text == "fp32" else "bf16"
+
+    def passes(self) -> list[AnyPass]:
+        """The pipeline of a compile."""
+        return passes.pipeline(self.dtype, self.quant != "none", self.kv != "none")
+
+    def options(self) -> dict[str, Any]:
+        """What its passes may read."""
+        scheme = parse(self.quant)
+        return {"max_sequences": 16, "dtype": self.dtype, "kv": parse_kv(self.kv), "quantization": Plan(scheme, "rtn") if scheme else None}
 
 VERIFY, CONTRACT, CHECK, GRAPH, PLAN, REPLAY, RUNTIME = (
     "verify", "contract", "pass's own check", "golden, graph", "memory plan", "golden, replay", "runtime check")
@@ -55,8 +86,8 @@ def stop(error: CheckFailed | RuntimeFault) -> Caught:
 def _before(model: str, index: int, dtype: str) -> Graph:
     """The model's graph as pass number `index` finds it, from passes without a fault."""
     if index == 0: return models.captured(model)
-    graph = _before(model, index - 1, dtype).copy()
-    run_pipeline(graph, [_alone(passes.pipeline(dtype)[index - 1])], check="off", options=OPTIONS | {"dtype": dtype}, allow="approximate")
+    graph, precision = _before(model, index - 1, dtype).copy(), Precision(dtype)
+    run_pipeline(graph, [_alone(precision.passes()[index - 1])], check="off", options=precision.options(), allow="approximate")
     return graph
 
 
@@ -67,7 +98,7 @@ def _alone(one: AnyPass) -> AnyPass:
 
 def first(name: str, dtype: str) -> int:
     """Where in the pipeline a pass of this name stands first; its start for anything else."""
-    names = [one.name for one in passes.pipeline(dtype)]
+    names = [one.name for one in Precision(dtype).passes()]
     return names.index(name) if name in names else 0
 
 
@@ -78,10 +109,10 @@ def prepare(model: str, index: int, dtype: str) -> None:
 
 def run_graph(model: str, index: int, dtype: str = "fp32") -> Caught | None:
     """What stops the passes from number `index` on, checked as a compile checks them. Call `prepare` before the fault is planted."""
-    graph = _before(model, index, dtype).copy()
+    graph, precision = _before(model, index, dtype).copy(), Precision(dtype)
     try:
-        run_pipeline(graph, [_alone(one) for one in passes.pipeline(dtype)[index:]], check="fast",
-                     options=OPTIONS | {"dtype": dtype}, allow="approximate")
+        run_pipeline(graph, [_alone(one) for one in precision.passes()[index:]], check="fast", options=precision.options(),
+                     allow="approximate")
     except CheckFailed as error:
         return stop(error)
     return None
@@ -93,8 +124,8 @@ def run_graph(model: str, index: int, dtype: str = "fp32") -> Caught | None:
 def _optimized(model: str, dtype: str) -> tuple[Graph, PipelineReport, Golden]:
     """Graph, pass report and golden cases, computed once a model: no fault behind the passes changes them."""
     captured = models.captured(model)
-    graph = captured.copy()
-    report = run_pipeline(graph, passes.pipeline(dtype), check="off", options=OPTIONS | {"dtype": dtype}, allow="approximate")
+    graph, precision = captured.copy(), Precision(dtype)
+    report = run_pipeline(graph, precision.passes(), check="off", options=precision.options(), allow="approximate")
     return graph, report, golden(captured, graph, BUCKETS)
 
 
@@ -106,7 +137,10 @@ def compile_model(model: str, folder: Path, dtype: str = "fp32") -> Path:
     from infc.compiler import driver
 
     graph, report, cases = _optimized(model, dtype)
-    options = driver.Options(dtype=dtype, check="off", reuse=False, buckets=BUCKETS)
+    precision = Precision(dtype)
+    options = driver.Options(
+        dtype=precision.dtype, quant=precision.quant, kv_quant=precision.kv, unverified=dtype not in ("fp32", "bf16"), check="off",
+        reuse=False, buckets=BUCKETS)
 
     def rewrite(given: Graph, *_: object) -> PipelineReport:
         given.restore(graph.copy())
