@@ -8,7 +8,7 @@
 // A cache of codes has a scale a token: K's meets the scores, V's the probabilities, so the products are of codes alone.
 #pragma once
 #include <type_traits>
-#include "paged.h"
+#include "kv_wide.h"
 #include "pool.h"
 
 namespace infc {
@@ -24,19 +24,27 @@ template <int D> struct Softmax {                        // of BLOCK_ROWS rows; 
 
 struct Item { int64_t token, head, row, rows, first_pos, page, pages, sequence; };     // rows of the group order (token, head)
 
-template <class C> struct Sides { using KeyCodes = C; };               // how K lies, where it is not as V
-template <> struct Sides<code8> { using KeyCodes = biased8; };
-template <> struct Sides<digits8> { using KeyCodes = biased8; };
+// How K lies, where it is not as V; and as what many rows read the cache.
+template <class C> struct Sides { using KeyCodes = C; using Many = C; };
+template <> struct Sides<code8> { using KeyCodes = biased8; using Many = code8; };
+#if INFC_WIDEN
+template <> struct Sides<digits8> { using KeyCodes = biased8; using Many = wide8; };
+#else
+template <> struct Sides<digits8> { using KeyCodes = biased8; using Many = digits8; };
+#endif
+constexpr int64_t MANY_ROWS = 24;                        // no gain yet with 18 rows (D = 64, 30 to 2,000 tokens)
 
 template <class C, int D> struct Attention {
     using L = typename Dot<C>::Lhs;
     static constexpr int K = Dot<C>::K, A = Dot<C>::A;
-    static constexpr bool CODED = std::is_same<C, code8>::value || std::is_same<C, digits8>::value;
+    static constexpr bool WIDE = INFC_WIDEN && std::is_same<C, wide8>::value;
+    static constexpr bool CODED = std::is_same<C, code8>::value || std::is_same<C, digits8>::value || WIDE;
     static constexpr bool DIGITS = INFC_DIGITS && std::is_same<C, digits8>::value;
     static constexpr int Q_LDA = D / K * A, P_LDA = int(CHUNK * PAGE) / K * A, VECS = Shape<C>::VECS;
     static constexpr int ROWS = Shape<C>::ROWS > 12 ? 12 : Shape<C>::ROWS;
     static constexpr bool FINE = sizeof(C) == 4 || std::is_same<C, code8>::value;      // else probabilities are rounded to bf16
     static constexpr int64_t PAGE_BYTES = PAGE * D * sizeof(C);
+    using Pages = Widened<D, int(CHUNK)>;
 
     // one call: the pages of a chunk, and how many of their tokens any row of the block may see
     struct Chunk {
@@ -59,8 +67,28 @@ template <class C, int D> struct Attention {
         }
         INFC_INLINE f32x16 capped(f32x16 x) const { return cap == 0 ? x : splat(cap) * tanh(x * splat(scale) / splat(cap)); }
     };
+    static INFC_INLINE f32x16 scaled(f32x16 x) {
+#if INFC_WIDEN
+        if (WIDE) return x * splat(WIDENED);
+#endif
+        return x;
+    }
     static INFC_INLINE f32x16 finite(f32x16 m) {                       // of a row that has seen nothing: its terms are 0
         return select(m == splat(-__builtin_inff()), splat(0.0f), m);
+    }
+
+    // In fp32 a score is the sum of short chains: its error is that of an exponential.
+    static constexpr int FIRST = FINE && !DIGITS && D > 32 ? 32 : D;
+    template <int R, int V> static INFC_INLINE void chains(const L* q, const char* k, f32x16 (*sum)[V]) {
+        for (int d = FIRST; d < D; d += FIRST) {
+            Tile<typename Sides<C>::KeyCodes, R, V, Q_LDA> tile;
+            tile.zero();
+            tile.steps(q + d / K * A, k + d / K * 128, 128, (D - d < FIRST ? D - d : FIRST) / K, k);
+#pragma GCC unroll 16
+            for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+                for (int v = 0; v < V; v++) sum[r][v] = d > FIRST ? sum[r][v] + tile.total(r, v) : tile.total(r, v);
+        }
     }
 
     // q @ K.T of a chunk, and each row's largest scores
@@ -73,7 +101,11 @@ template <class C, int D> struct Attention {
             Tile<typename Sides<C>::KeyCodes, R, V, Q_LDA> tile;
 #endif
             tile.zero();
-            tile.steps(q, c.k[j] + v0 * 64, 128, D / K, c.v[j] + v0 * 64);
+            tile.steps(q, c.k[j] + v0 * 64, 128, FIRST / K, c.v[j] + v0 * 64);
+            f32x16 rest[R][V];
+            if constexpr (FIRST < D) chains<R, V>(q, c.k[j] + v0 * 64, rest);
+            f32x16 by[V];                                // read once: stores of scores might change it, for all the compiler knows
+            for (int v = 0; v < V; v++) by[v] = CODED ? scaled(load16(c.k_scale[j] + (v0 + v) * 16)) : splat(1.0f);
 #pragma GCC unroll 16
             for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
@@ -81,7 +113,8 @@ template <class C, int D> struct Attention {
                     f32x16 x;
                     if constexpr (DIGITS) x = tile.total(r, v, rows[r].unbias) * splat(rows[r].scale);
                     else x = tile.total(r, v);
-                    if (CODED) x = x * load16(c.k_scale[j] + (v0 + v) * 16);
+                    if constexpr (FIRST < D) x = x + rest[r][v];
+                    if (CODED) x = x * by[v];
                     store16(&s[r][j * PAGE + (v0 + v) * 16], x);
                     top[r] = maximum(x, top[r]);
                 }
@@ -106,11 +139,11 @@ template <class C, int D> struct Attention {
         for (int64_t j = 0; j < c.pages; j++) {
             int64_t n = c.tokens - j * PAGE < PAGE ? c.tokens - j * PAGE : PAGE;
             const L* a = p + j * PAGE / K * A;
-            tile.steps(a, c.v[j] + v0 * 64, D * K * int64_t(sizeof(C)), CODED ? (n + K - 1) / K : n / K, c.next[j] + v0 * 64);
+            tile.steps(a, c.v[j] + v0 * 64, D * 4, CODED ? (n + K - 1) / K : n / K, c.next[j] + v0 * 64);
             if (!CODED && n % K) {                       // the token beside the last one is not ours: it may hold a NaN
                 alignas(64) char last[64 * V];
                 for (int v = 0; v < V; v++) {
-                    const char* at = c.v[j] + n / K * D * K * int64_t(sizeof(C)) + (v0 + v) * 64;
+                    const char* at = c.v[j] + n / K * D * 4 + (v0 + v) * 64;
                     store(last + v * 64, load<u32x16>(at) & splat_u32(0xffff));
                 }
                 tile.step(0, a + n / K * A, last, last);
@@ -121,7 +154,7 @@ template <class C, int D> struct Attention {
 #pragma GCC unroll 4
             for (int v = 0; v < V; v++) {
                 float* at = o[r] + (v0 + v) * 16;
-                store16(at, fma(load16(at), splat(alpha[r]), tile.total(r, v)));
+                store16(at, fma(load16(at), splat(alpha[r]), scaled(tile.total(r, v))));
             }
     }
 
@@ -158,7 +191,8 @@ template <class C, int D> struct Attention {
             int64_t at = i < live ? i : live - 1;                      // rows past the last repeat it
             int64_t pos = mask.first_pos + (mask.first_row + row + at) / mask.group;
             int64_t lo = mask.window > 0 && pos - mask.window + 1 > 0 ? pos - mask.window + 1 : 0;
-            if (pos + 1 < c.first_token + c.pages * PAGE || lo > c.first_token || scale.cap != 0) limit(s[i], c, scale, lo, pos + 1, top[i]);
+            if (pos + 1 < c.first_token + c.pages * PAGE || lo > c.first_token || scale.cap != 0)
+                limit(s[i], c, scale, lo, pos + 1, top[i]);
             peak[i] = reduce_max(top[i]);
         }
         for (int i = R; i < 16; i++) peak[i] = 0;
@@ -211,7 +245,8 @@ template <class C, int D> struct Attention {
         { (void)row; pack_row<C>(to, from, D, D); }
     }
 
-    using TileChunk = void (*)(const L*, const QueryRow*, const Chunk&, const Scale&, const Mask&, int64_t, int64_t, float*, f32x16*, float (*)[D]);
+    using TileChunk = void (*)(const L*, const QueryRow*, const Chunk&, const Scale&, const Mask&, int64_t, int64_t, float*, f32x16*,
+                               float (*)[D]);
     static INFC_INLINE TileChunk pick(int64_t rows, int& height) {     // few heights: each is code to compile
         auto at = [&](auto h) -> TileChunk { height = h.value; return &tile_chunk<h.value>; };
         if (rows == 1) return at(std::integral_constant<int, 1>());
@@ -245,7 +280,8 @@ template <class C, int D> struct Attention {
                 }
                 if (p + CHUNK + j >= to) continue;
                 const int64_t after = number(item, p + CHUNK + j) * PAGE;
-                for (int64_t i = 0; i < PAGE; i += 16) __builtin_prefetch(k_scale + after + i, 0, 2), __builtin_prefetch(v_scale + after + i, 0, 2);
+                for (int64_t i = 0; i < PAGE; i += 16)
+                    __builtin_prefetch(k_scale + after + i, 0, 2), __builtin_prefetch(v_scale + after + i, 0, 2);
             }
             c.odd = reduce_add(odd);
         }
@@ -254,7 +290,7 @@ template <class C, int D> struct Attention {
     // pages [from, to) of the item into st; panel holds its query rows. While the last chunk meets its values, the first
     // keys of `after` (the next item of this thread, from its page `after_from`) are fetched.
     static void run(const Item& item, int64_t from, int64_t to, const Item& after, int64_t after_from, const L* panel, const QueryRow* rows,
-                    const Cache& cache, int64_t group, int64_t window, const Scale& scale, Softmax<D>& st) {
+                    const Cache& cache, int64_t group, int64_t window, const Scale& scale, Pages& wide, Softmax<D>& st) {
         for (int64_t i = 0; i < BLOCK_ROWS; i++) {
             st.m[i] = -__builtin_inff(), st.l[i] = splat(0.0f);
             for (int64_t d = 0; d < D; d += 16) store16(&st.o[i][d], splat(0.0f));
@@ -272,6 +308,14 @@ template <class C, int D> struct Attention {
                             : p + CHUNK < to || after_from + j >= after.pages ? c.k[j] : cache.page(cache.k, after, after_from + j);
             }
             if constexpr (CODED) cache.scales(c, item, p, to);
+#if INFC_WIDEN
+            for (int64_t j = 0; WIDE && j < c.pages; j++) {
+                const int64_t later = p + CHUNK + j < to ? p + CHUNK + j : p + j;
+                const auto& page = wide.page(item.page + p + j, cache.number(item, p + j), c.k[j], c.v[j], cache.page(cache.k, item, later),
+                                             cache.page(cache.v, item, later));
+                c.k[j] = c.next[j] = page.k, c.v[j] = page.v;
+            }
+#endif
             Mask mask{item.row, group, item.first_pos, window};
             for (int64_t row = 0; row < item.rows;) {
                 int height;
@@ -308,8 +352,12 @@ void paged_attention(const infc_run* r, int64_t tokens, int64_t sequences, int64
                      const void* query_start, const void* context_len, const void* block_table, void* y,
                      const void* k_scale = nullptr, const void* v_scale = nullptr) {
     using At = Attention<C, D>;
+    using Many = Attention<typename Sides<C>::Many, D>;
+    constexpr int64_t PANEL_ROWS = BLOCK_ROWS + (At::ROWS > Many::ROWS ? At::ROWS : Many::ROWS);
+    constexpr int64_t ROW = At::Q_LDA * sizeof(typename At::L) > Many::Q_LDA * sizeof(typename Many::L)
+                                ? At::Q_LDA * sizeof(typename At::L) : Many::Q_LDA * sizeof(typename Many::L);
     static_assert(D % 16 == 0, "a head is whole vectors");
-    static_assert(3 * sizeof(Softmax<D>) + (BLOCK_ROWS + At::ROWS) * (At::Q_LDA * sizeof(typename At::L) + sizeof(QueryRow)) <= SCRATCH_BYTES,
+    static_assert(3 * sizeof(Softmax<D>) + PANEL_ROWS * (ROW + sizeof(QueryRow)) + 64 + sizeof(typename Many::Pages) <= SCRATCH_BYTES,
                   "too wide");
     const auto* starts = static_cast<const int32_t*>(query_start);
     const auto* lens = static_cast<const int32_t*>(context_len);
@@ -317,8 +365,11 @@ void paged_attention(const infc_run* r, int64_t tokens, int64_t sequences, int64
     const int64_t q_heads = kv_heads * group;
     // this thread's scratch: the part of an item begun before it, the part it leaves unfinished, an item all its own
     auto* mine = static_cast<Softmax<D>*>(r->scratch);
-    auto* panel = reinterpret_cast<typename At::L*>(mine + 3);
-    auto* rows = reinterpret_cast<QueryRow*>(panel + (BLOCK_ROWS + At::ROWS) * At::Q_LDA);
+    auto* panel = reinterpret_cast<char*>(mine + 3);
+    auto* rows = reinterpret_cast<QueryRow*>(panel + PANEL_ROWS * ROW);
+    const auto behind = (reinterpret_cast<uintptr_t>(rows + PANEL_ROWS) + 63) & ~uintptr_t(63);
+    auto& wide = *reinterpret_cast<typename Many::Pages*>(behind);
+    bool fresh = true;                                   // nothing in it is of this call
     auto place = [&](const Item& it, int64_t i) {        // of row i: element offset in q and y
         int64_t row = it.row + i;
         return ((it.token + row / group) * q_heads + it.head * group + row % group) * D;
@@ -346,18 +397,26 @@ void paged_attention(const infc_run* r, int64_t tokens, int64_t sequences, int64
         int64_t bound = total * thread / r->threads - start;
         return bound <= 0 ? 0 : bound >= cost ? it.pages : bound / (cost / it.pages);
     };
-    const typename At::Cache cache{static_cast<const char*>(k_cache), static_cast<const char*>(v_cache),
-                                   static_cast<const float*>(k_scale), static_cast<const float*>(v_scale), static_cast<const int32_t*>(block_table), table_width, kv_heads};
     struct Part { Item item; int64_t from, to; } waiting{};            // one behind, so that what follows is known
     auto attend = [&](const Part& part, const Part& after) {
         const Item& it = part.item;
         if (part.from >= part.to) return;
         Softmax<D>& st = mine[part.from > 0 ? 0 : part.to < it.pages ? 1 : 2];
-        for (int64_t i = 0; i < it.rows; i++)
-            At::pack(panel + i * At::Q_LDA, rows + i, static_cast<const Q*>(q) + place(it, i));
-        for (int64_t i = it.rows; i % At::ROWS; i++)
-            At::pack(panel + i * At::Q_LDA, rows + i, static_cast<const Q*>(q) + place(it, it.rows - 1));
-        At::run(it, part.from, part.to, after.item, after.from, panel, rows, cache, group, window, factors, st);
+        auto run = [&](auto how) {
+            using As = decltype(how);
+            auto* x = reinterpret_cast<typename As::L*>(panel);
+            const auto* from = static_cast<const Q*>(q);
+            for (int64_t i = 0; i < it.rows; i++) As::pack(x + i * As::Q_LDA, rows + i, from + place(it, i));
+            for (int64_t i = it.rows; i % As::ROWS; i++) As::pack(x + i * As::Q_LDA, rows + i, from + place(it, it.rows - 1));
+            const typename As::Cache cache{static_cast<const char*>(k_cache), static_cast<const char*>(v_cache),
+                                           static_cast<const float*>(k_scale), static_cast<const float*>(v_scale),
+                                           static_cast<const int32_t*>(block_table), table_width, kv_heads};
+            if (As::WIDE && fresh) wide.forget(), fresh = false;
+            As::run(it, part.from, part.to, after.item, after.from, x, rows, cache, group, window, typename As::Scale{scale, softcap},
+                    wide, st);
+        };
+        if (it.rows >= MANY_ROWS) run(Many());
+        else run(At());
         if (part.from == 0 && part.to == it.pages) finish(it, st);
     };
     each_item(sequences, kv_heads, group, window, At::ROWS, starts, lens, [&](const Item& it, int64_t cost) {

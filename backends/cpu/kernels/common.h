@@ -251,7 +251,11 @@ INFC_INLINE f32x16 exp2_coarse(f32x16 t) {
 // Coefficients from Cephes expf. Saturates to +inf above 88.72 and to 0 below -87.33.
 INFC_INLINE f32x16 exp(f32x16 x) {
     const f32x16 magic = splat(12582912.0f);
+#if defined(__AVX512F__)                                // minps and maxps give the second of two where one is NaN
+    f32x16 clipped = (f32x16)_mm512_max_ps(_mm512_set1_ps(-87.5f), _mm512_min_ps(_mm512_set1_ps(88.8f), (__m512)x));
+#else
     f32x16 clipped = select(x > splat(88.8f), splat(88.8f), select(x < splat(-87.5f), splat(-87.5f), x));
+#endif
     f32x16 shifted = fma(clipped, splat(1.44269504088896341f), magic);
     f32x16 n = shifted - magic;
     f32x16 r = fma(n, splat(-0.693359375f), clipped);
@@ -263,11 +267,16 @@ INFC_INLINE f32x16 exp(f32x16 x) {
     p = fma(p, r, splat(1.6666665459e-1f));
     p = fma(p, r, splat(5.0000001201e-1f));
     p = fma(p, r * r, r) + splat(1.0f);
+#if defined(__AVX512F__)
+    const __mmask16 there = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.33f), _CMP_NLT_UQ);
+    return (f32x16)_mm512_maskz_scalef_ps(there, (__m512)p, (__m512)n);
+#else
     // two factors, since 2**128 is no float
     i32x16 e = cast<i32x16>(shifted) - splat_i32(0x4b400000);
     i32x16 half = e >> 1;
     f32x16 y = p * cast<f32x16>((half + splat_i32(127)) << 23) * cast<f32x16>((e - half + splat_i32(127)) << 23);
     return select(x < splat(-87.33f), splat(0.0f), select(x == x, y, x));
+#endif
 }
 
 // tanh by the exponential: 1 - 2 / (e**2x + 1), odd; near 0 the odd polynomial of Cephes tanhf, which loses no digits
