@@ -27,6 +27,7 @@ from infc.compiler.pipeline import run_pipeline
 from infc.compiler.quality.evaluate import StepEvaluator
 from infc.compiler.quality.metrics import Comparison
 from infc.compiler.quality.text import CALIBRATION, HELD_OUT, windows
+from infc.compiler.quant.kv import parse_kv
 from infc.compiler.quant.plan import METHODS, Plan
 from infc.compiler.quant.scheme import parse
 from infc.compiler.rewrite import Report
@@ -41,7 +42,8 @@ WINDOWS, LENGTH, FIRST = 9, 512, 32
 
 SENTENCES = 160
 ROWS = {
-    "smollm2": [("fp32", ""), ("bf16", ""), ("w8", "rtn"), ("w8:g128", "rtn"), ("w8:channel", "rtn"), ("w8a8", "rtn"), ("w8a8", "smooth"),
+    "smollm2": [("fp32", ""), ("bf16", ""), ("fp32", "", "int8"), ("fp32", "", "int8:keep=2"), ("fp32", "", "fp8"),
+                ("w8", "rtn"), ("w8", "rtn", "int8"), ("w8:g128", "rtn"), ("w8:channel", "rtn"), ("w8a8", "rtn"), ("w8a8", "smooth"),
                 ("w8a8:token", "rtn"), ("w8a8:token", "smooth"), ("w4:asym", "rtn"),
                 *((scheme, method) for scheme in ("w4", "w4:g128", "w4:g128:asym") for method in ("rtn", "mse", "awq", "gptq")),
                 ("w4a8", "rtn"), ("w4a8", "gptq")],
@@ -119,7 +121,7 @@ def spearman(a: Tensor, b: Tensor) -> float:
     return float(torch.corrcoef(ranks)[0, 1])
 
 
-def row(bench: Bench, scheme: str, method: str) -> dict[str, Any]:
+def row(bench: Bench, scheme: str, method: str, kv: str = "none") -> dict[str, Any]:
     """One format's figures."""
     graph, start = bench.graph.copy(), time.perf_counter()
     if scheme == "bf16": passes.load("narrow_dtype").apply(graph, Report("narrow_dtype", options={"dtype": "bf16"}))
@@ -129,8 +131,9 @@ def row(bench: Bench, scheme: str, method: str) -> dict[str, Any]:
         options = {"quantization": Plan(asked, method, bench.calibration)}
         for name in ("smooth_channels", "quantize_weights", "quantize_activations"):
             passes.load(name).apply(graph, Report(name, options=options))
+    passes.load("quantize_kv").apply(graph, Report("quantize_kv", options={"kv": parse_kv(kv)}))
     spent = time.perf_counter() - start
-    return {"scheme": scheme, "method": method, "bits": bits(graph), "quantize_s": round(spent, 1), **bench.measure(graph)}
+    return {"scheme": scheme, "method": method, "kv": kv, "bits": bits(graph), "quantize_s": round(spent, 1), **bench.measure(graph)}
 
 
 def bits(graph: Graph) -> float:
@@ -149,34 +152,39 @@ def bits(graph: Graph) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=ROWS, default="smollm2")
-    parser.add_argument("--only", help="rows, with commas between them: SCHEME, or SCHEME METHOD, like w8,w4:g128 gptq")
+    parser.add_argument("--only", help="rows, with commas between them: SCHEME, SCHEME METHOD or SCHEME METHOD KV, like w8,w4:g128 gptq")
     parser.add_argument("--reference", type=Path, help="keep the reference's logits in this file, and take them from there")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     bench = {"smollm2": smollm2, "minilm": minilm}[options.model](options.reference)
-    only = options.only.split(",") if options.only else [scheme for scheme, _ in ROWS[options.model]]
-    for scheme, method in [r for r in ROWS[options.model] if r[0] in only or " ".join(r) in only]:
-        keep(options.output, options.model, row(bench, scheme, method))
+    only = options.only.split(",") if options.only else [scheme for scheme, *_ in ROWS[options.model]]
+    for asked in [r for r in ROWS[options.model] if r[0] in only or " ".join(r) in only]:
+        keep(options.output, options.model, row(bench, *asked))
         show(options.output, options.model, bench.columns)
 
 
 def keep(path: Path, model: str, found: dict[str, Any]) -> None:
     """Put a row into the file, in the order of ROWS, in place of an older one."""
     data = json.loads(path.read_text()) if path.is_file() else {"format": 1, "models": {}}
-    rows = [r for r in data["models"].get(model, []) if (r["scheme"], r["method"]) != (found["scheme"], found["method"])] + [found]
-    place = {name: i for i, name in enumerate(ROWS[model])}
-    data["models"][model] = sorted(rows, key=lambda r: place.get((r["scheme"], r["method"]), len(place)))
+    rows = [r for r in data["models"].get(model, []) if named(r) != named(found)] + [found]
+    place = {(*name, "none")[:3]: i for i, name in enumerate(ROWS[model])}
+    data["models"][model] = sorted(rows, key=lambda r: place.get(named(r), len(place)))
     data["environment"] = environment() | {"torch": torch.__version__}
     data["text"] = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in (CALIBRATION, HELD_OUT)}
     data["methods"] = {name: method.about for name, method in METHODS.items()}
     path.write_text(json.dumps(data, indent=1) + "\n")
 
 
+def named(found: dict[str, Any]) -> tuple[str, str, str]:
+    """What tells a row from others; those of an older file have no KV column, and a wide KV."""
+    return found["scheme"], found["method"], found.get("kv", "none")
+
+
 def show(path: Path, model: str, columns: dict[str, str]) -> None:
-    table = Table("scheme", "method", "bits", *columns, title=model)
+    table = Table("scheme", "method", "kv", "bits", *columns, title=model)
     for found in json.loads(path.read_text())["models"][model]:
         figures = [form.format(found[name]) for name, form in columns.items()]
-        table.add_row(found["scheme"], found["method"], f"{found['bits']:.2f}", *figures)
+        table.add_row(*named(found), f"{found['bits']:.2f}", *figures)
     Console().print(table)
 
 

@@ -81,7 +81,7 @@ class Options:
     expect: tuple[tuple[str, int], ...] = ()          # (pass, how often it must fire), else CheckFailed
     keep_going: bool = False                          # drop a pass that breaks its contract, rather than fail
     quant: str = "none"                               # a scheme (compiler.quant.scheme), a recipe's file or text, or "auto": searched for
-    quant_method: str = "rtn"                         # how codes are chosen (compiler.quant.plan.METHODS)
+    quant_method: str = "auto"                        # how codes are chosen (compiler.quant.plan.METHODS); auto: rtn for 8 bits, gptq for 4
     calib: Path | None = None                         # the text they are chosen on; None: the one that travels with infc
     kv_quant: str = "none"                            # how each layer's KV cache is held (compiler.quant.kv)
     data: Path | None = None                          # held-out text (or token ids, .json); None: the text that travels with infc
@@ -436,7 +436,8 @@ def _plan(options: Options) -> Plan | None:
 
 def _check_calibration(options: Options) -> None:
     if options.calib is None: return
-    if options.quant == "none" or (options.quant != AUTO and options.quant_method in blind()):
+    plan = _plan(options)
+    if plan is None or not (plan.reads_text or (options.quant == AUTO and options.quant_method not in blind())):
         raise UserError(f"--calib does nothing for --quant {options.quant} with --quant-method {options.quant_method}: name a method that "
                         f"looks at a text ({', '.join(name for name in METHODS if name not in blind())}), or leave it out")
     read_text(options.calib)

@@ -134,7 +134,7 @@ def evaluate(graph: Graph, inputs: Iterable[Any], weights: Mapping[str, Any],
         raise TypeError(f"the graph takes {len(names)} inputs ({', '.join(names)}), got {len(values)}")
     given = dict(zip(names, values, strict=True))
     env: dict[fx.Node, Any] = {}
-    last = _last_uses(graph.module.graph)
+    last = last_uses(graph.module.graph)
     result: tuple[Any, ...] = ()
     with torch.no_grad():
         for node in graph.nodes:
@@ -151,7 +151,7 @@ def evaluate(graph: Graph, inputs: Iterable[Any], weights: Mapping[str, Any],
     return tuple(result)
 
 
-def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     seen: set[fx.Node] = set()
     last: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(graph.nodes):

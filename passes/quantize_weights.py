@@ -11,8 +11,8 @@ from torch import Tensor, fx
 from ..compiler.errors import CheckFailed
 from ..compiler.ir import Graph
 from ..compiler.ops import infc
-from ..compiler.quant.blocks import kept
 from ..compiler.quant.matrices import matrices
+from ..compiler.quant.pays import Pays
 from ..compiler.quant.plan import Plan
 from ..compiler.quant.rounding import WORST, Quantized, round_to_nearest, row_errors
 from ..compiler.quant.scheme import Scheme
@@ -27,18 +27,20 @@ def run(graph: Graph, report: Report) -> int:
     for weight, reason in found.items():
         if reason: report.refuse(weight, reason)
     schemes = plan.schemes(graph, [weight for weight, reason in found.items() if not reason])
-    statistics = plan.statistics(graph, [*schemes])
+    pays: Pays | None = report.options.get("pays")
+    for weight, reason in (pays.objections(graph, schemes) if pays else {}).items():
+        report.refuse(weight, reason)
+        del schemes[weight]
     fired = 0
-    for weight, scheme in schemes.items():
+    for weight, codes in plan.codes(graph, schemes):
         if not report.may_fire(): break
-        _quantize(graph, weight, scheme, plan, statistics)
+        _replace(graph, weight, codes, schemes[weight])
         fired += 1
     return fired
 
 
-def _quantize(graph: Graph, weight: fx.Node, scheme: Scheme, plan: Plan, statistics: dict) -> None:
+def _replace(graph: Graph, weight: fx.Node, found: Quantized, scheme: Scheme) -> None:
     name = str(weight.target)
-    found = kept(graph, weight, scheme) or plan.quantize(graph.weights[name], scheme, name, statistics.get(name))
     parts = {"codes": found.codes, "scale": found.scale, "offset": found.offset}
     nodes = [None if tensor is None else graph.add_weight(f"{name}_{part}", tensor, before=weight) for part, tensor in parts.items()]
     for node in nodes:

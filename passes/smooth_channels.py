@@ -27,7 +27,7 @@ Maker = list[tuple[fx.Node, slice]]
 
 def run(graph: Graph, report: Report) -> int:
     plan: Plan | None = report.options.get("quantization")
-    if plan is None or plan.how.factors is None:
+    if plan is None or plan.factors is None:
         return 0
     schemes = plan.schemes(graph, [weight for weight, reason in matrices(graph).items() if not reason])
     sites: dict[fx.Node, Maker] = {}
@@ -42,7 +42,7 @@ def run(graph: Graph, report: Report) -> int:
     fired = 0
     for x, maker in sites.items():
         weights = [(str(w.target), graph.weights[str(w.target)].float(), schemes[w]) for w in readers[x]]
-        s = awq.search(weights, inputs[weights[0][0]], plan.how.factors, plan.quantize)
+        s = awq.search(weights, inputs[weights[0][0]], plan.factors, plan.quantize)
         if s is None:
             report.refuse(x, "no factors lower the error on the calibration text")
             continue

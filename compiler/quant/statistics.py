@@ -58,8 +58,7 @@ class _Sums:
         if self.gram is not None: self.gram.addmm_(x.T, x)
 
     def inputs(self, name: str) -> Inputs:
-        if not bool(self.square.isfinite().all()):
-            raise UserError(f"{name}: what it is multiplied with on the calibration text is not finite, so no scale can be chosen by it")
+        check_inputs(self.square, name)
         gram = None if self.gram is None else self.gram / self.count
         return Inputs(self.count, self.mean / self.count, self.square / self.count, self.largest, torch.cat(self.rows), gram)
 
@@ -70,14 +69,14 @@ def collect(graph: Graph, weights: Iterable[fx.Node], windows: Sequence[Window],
     gram: K * K values a weight, though weights that read the same value share them. UserError for no windows, or values that
     are not finite.
     """
-    if not windows: raise UserError("choosing scales by data needs a calibration text: give one with --calib FILE")
+    check_windows(windows)
     read: dict[fx.Node, Any] = {weight: tuple(dict.fromkeys(user.args[0] for user in products(weight))) for weight in weights}
     sums = {xs: _Sums(int(weight.meta["val"].shape[1]), gram) for weight, xs in read.items() if xs}
-    wanted = _ancestors({x for xs in sums for x in xs})
+    wanted = needed({x for xs in sums for x in xs})
     keep = -(-ROWS // len(windows))
 
     def call(node: fx.Node, args: tuple, kwargs: dict) -> object:
-        return node.target(*args, **kwargs) if node in wanted or impure(node) else None       # type: ignore[operator]
+        return node.target(*args, **kwargs) if node in wanted else None                       # type: ignore[operator]
 
     for window in windows:
         seen: set[fx.Node] = set()
@@ -106,10 +105,24 @@ def _name(read: dict[fx.Node, tuple], xs: tuple) -> str:
     return next(str(weight.target) for weight, found in read.items() if found == xs)
 
 
-def _ancestors(nodes: set[fx.Node]) -> set[fx.Node]:
+def needed(nodes: set[fx.Node]) -> set[fx.Node]:
+    """What these nodes depend on, themselves included: by data, or through a cache that is read on the way."""
     found, stack = set(nodes), [*nodes]
     while stack:
-        new = [n for n in stack.pop().all_input_nodes if n not in found]
+        node = stack.pop()
+        writers = [user for user in node.users if impure(user)] if node.op == "placeholder" else []
+        new = [n for n in (*node.all_input_nodes, *writers) if n not in found and n.op != "output"]
         found.update(new)
         stack += new
     return found
+
+
+def check_windows(windows: Sequence[Window]) -> None:
+    """UserError where there are none."""
+    if not windows: raise UserError("choosing scales by data needs a calibration text: give one with --calib FILE")
+
+
+def check_inputs(sums: Tensor, name: str) -> None:
+    """UserError where what a weight is multiplied with is not finite. sums: of its powers."""
+    if not bool(sums.isfinite().all()):
+        raise UserError(f"{name}: what it is multiplied with on the calibration text is not finite, so no scale can be chosen by it")

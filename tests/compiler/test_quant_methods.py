@@ -8,9 +8,10 @@ from infc.compiler.errors import UserError
 from infc.compiler.ops import infc
 from infc.compiler.ops.codes import rounded_rows
 from infc.compiler.quant import awq
-from infc.compiler.quant.gptq import gptq, output_errors
+from infc.compiler.quant.gptq import _Codes, damped, gptq, output_errors
 from infc.compiler.quant.matrices import matrices, products
 from infc.compiler.quant.plan import METHODS, Plan
+from infc.compiler.quant.recipe import from_text
 from infc.compiler.quant.rounding import WORST, least_squares, round_to_nearest, row_errors
 from infc.compiler.quant.scheme import Scheme
 from infc.compiler.quant.statistics import ROWS, Inputs, collect, inputs_of
@@ -62,12 +63,39 @@ def test_gptq_is_better_on_rows_it_has_not_seen(scheme):
     assert error["gptq"] < 0.6 * error["rtn"] and error["gptq"] < 0.8 * error["mse"]
 
 
-def test_gptq_of_independent_inputs_is_the_best_range_for_them():
-    """Nothing can be made up for by another column: what is left is the choice of scales."""
-    w, scheme = weight(8, 64), Scheme(4)
-    power = torch.rand(64, generator=torch.Generator().manual_seed(1)) + 0.5
-    found = gptq(w, scheme, "w", torch.diag(power))
-    assert torch.equal(found.codes, least_squares(w, scheme, "w", power).codes)
+@pytest.mark.parametrize("scheme", [s for s in SCHEMES if s.bits == 4], ids=str)
+def test_gptq_of_independent_inputs_is_no_worse_than_the_best_range(scheme):
+    """Nothing can be made up for by another column: what is left is the choice of scales, which sweeps solve for."""
+    w, gram = weight(8, 64), 2 * torch.eye(64)
+    ours, best = (output_errors(w, found, gram).sum() for found in (gptq(w, scheme, "w", gram), least_squares(w, scheme)))
+    assert ours <= best
+
+
+@given(st.integers(1, 5), st.integers(1, 100), st.sampled_from(SCHEMES), st.integers(0, 99))
+@settings(max_examples=40, deadline=None)
+def test_a_sweep_makes_nothing_worse(n, k, scheme, seed):
+    """But for what f16 takes from scales and offsets."""
+    w, x = weight(n, k, seed), rows(60, k, seed, outliers=min(2, k))
+    gram = damped(x.T @ x / len(x))
+    codes = _Codes(w, scheme, "w", gram)
+    codes.compensate()
+    for _ in range(3):
+        before = output_errors(w, codes.quantized(), gram).sum()
+        codes.sweep()
+        size = ((w @ gram) * w).sum()
+        assert output_errors(w, codes.quantized(), gram).sum() <= before + 2.0**-20 * size
+
+
+def test_every_column_keeps_its_place():
+    """Columns are chosen in another order than they lie in, groups whole: with fine steps the weight itself comes back."""
+    w, size = weight(3, 100), torch.rand(100, generator=torch.Generator().manual_seed(2)).exp() ** 4
+    found = gptq(w, Scheme(8, 32, False), "w", torch.diag(size))
+    assert float((found.dequantized() - w).abs().max()) < 6 / 255
+    made = _Codes(w, Scheme(8, 32), "w", torch.diag(size))
+    for group, first, last in made.groups:
+        its = made.order[first:last]
+        assert sorted(its.tolist()) == [*range(32 * group, min(32 * group + 32, 100))]
+        assert bool((size[its].diff() <= 0).all())
 
 
 def test_columns_that_are_never_other_than_zero_do_no_harm():
@@ -177,6 +205,15 @@ def test_divided_is_what_is_collected_of_divided_rows():
     for name in ("mean", "square", "largest", "rows", "gram"): torch.testing.assert_close(getattr(ours, name), getattr(expected, name))
 
 
+def test_statistics_of_some_weights_are_those_among_all():
+    """What comes after them is not run, caches of later layers included."""
+    graph, text = step(), windows(2, 30)
+    nodes = [*matrices(graph)]
+    some = next(node for node in nodes if "layers_0_mlp_gate_up" in str(node.target))
+    found, every = (collect(graph, asked, text, gram=True)[str(some.target)] for asked in ([some], nodes))
+    assert torch.equal(found.mean, every.mean)
+
+
 def test_values_that_are_not_finite_and_an_absent_text_are_refused():
     graph = step()
     with pytest.raises(UserError, match="--calib FILE"): collect(graph, [*matrices(graph)], [])
@@ -194,6 +231,30 @@ def test_every_method_quantizes_with_and_without_inputs(method):
     plan = Plan(Scheme(4), method)
     for found in (plan.quantize(w, Scheme(4), "w"), plan.quantize(w, Scheme(4), "w", inputs(x))):
         assert bool((row_errors(w, found) <= WORST * row_errors(w, round_to_nearest(w, Scheme(4)))).all())
+
+
+@pytest.mark.parametrize(("scheme", "method"), [(Scheme(8), "rtn"), (Scheme(8, 0, False), "rtn"), (Scheme(4), "gptq")], ids=str)
+def test_auto_goes_by_the_bits(scheme, method):
+    w, its = weight(4, 40), inputs(rows(60, 40, 0))
+    auto, named = (Plan(scheme, name).quantize(w, scheme, "w", its) for name in ("auto", method))
+    assert torch.equal(auto.dequantized(), named.dequantized())
+
+
+@pytest.mark.parametrize(("asked", "method", "reads"), [
+    (Scheme(8), "auto", False), (Scheme(4), "auto", True), (Scheme(8), "gptq", True), (Scheme(4), "rtn", False),
+    ("'*': w8", "auto", False), ("'*': none", "auto", False), ("'*': keep", "auto", False), ("'*': w4:g64", "auto", True),
+])
+def test_a_text_is_read_where_a_method_looks_at_it(asked, method, reads):
+    if isinstance(asked, str): asked = from_text(f"format: 1\nlayers:\n  - {asked}\n", "r.yaml")
+    assert Plan(asked, method).reads_text == reads
+
+
+def test_eight_bits_need_no_text_and_four_do():
+    graph = step()
+    nodes = [*matrices(graph)]
+    assert len([*Plan(Scheme(8), "auto").codes(graph, dict.fromkeys(nodes, Scheme(8)))]) == len(nodes)
+    with pytest.raises(UserError, match=r"no tokenizer to read a calibration text with, which --quant-method auto looks at"):
+        [*Plan(Scheme(4), "auto").codes(graph, dict.fromkeys(nodes, Scheme(4)))]
 
 
 def test_an_unknown_method_is_refused():
