@@ -61,7 +61,7 @@ def test_doubled_scales_of_one_layer_are_refused_by_name(captured, monkeypatch: 
     """Whatever perplexity makes of it: a layer may be wrong and the model nearly right."""
     plant(monkeypatch, 2.0)
     with pytest.raises(CheckFailed) as refused:
-        judged(captured, replace(OPTIONS, quant=quant, quality=quality))
+        judged(captured, replace(OPTIONS, quant=quant, quant_method="rtn", quality=quality))
     assert refused.value.exit_code == 1
     blamed = rf"most to blame is {BLAMED} \(model.layers.1.mlp.down_proj, {quant}\): the error of its product is"
     assert re.search(rf"layer \S+, layer<=0.[59] allows 0.[59] .*{blamed}", refused.value.message)
