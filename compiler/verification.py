@@ -68,15 +68,17 @@ def golden(captured: Graph, graph: Graph, buckets: Sequence[int]) -> Golden:
     for seed, length in enumerate(lengths(buckets, int(captured.meta["max_positions"]))):
         ids, positions = captured.sample_inputs(1, length, seed)
         rows = list(range(max(0, length - ROWS), length))
-        step, logits = step_sample(graph, ids[0], rows), graph.outputs.index("logits")
-        own = run_plain(graph, step)[logits]
+        logits = graph.outputs.index("logits")
         if quantized(graph):
+            step = step_sample(graph, ids[0], rows)
             truth, eager = run_fp64(graph, step)[logits], run_rounded(graph, step, torch.bfloat16)[logits]
         else:
             plain = run_plain(captured, (ids, positions))[0][0, rows]
             truth = run_fp64(captured, (ids, positions))[0][0, rows]
             eager = run_rounded(captured, (ids, positions), torch.bfloat16)[0][0, rows] if _narrow(graph) else plain
             _check_computable(truth, plain, "the model as captured, in eager fp32,")
+            step = step_sample(graph, ids[0], rows)
+        own = run_plain(graph, step)[logits]
         if not bool(own.isfinite().all()):
             raise CheckFailed("the optimized graph gives logits that are not finite, where fp64 gives finite ones")
         worst = max(worst, float((own.double() - truth).abs().max()))

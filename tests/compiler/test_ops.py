@@ -38,6 +38,7 @@ X, W, CACHE = rand(3, 8), rand(8), torch.zeros(4, 2, 32, 8)
 STEP = (ints(0, 2, 3), ints(5, 1), torch.tensor([[1], [2]], dtype=torch.int32))     # query_start, context_len, block_table
 ROWS = (torch.tensor([0.0, 1.0, 0.5]), ints(0, 2, 0), torch.tensor([1.0, 1.0, 0.5]), torch.tensor([0.1, 0.9, 0.5]))
 
+CODED = tuple(t + 0 for _ in "kv" for t in (torch.zeros(4, 2, 32, 8, dtype=torch.int8), torch.ones(4, 2, 32, 1)))     # codes, scales
 W4 = (torch.arange(20, dtype=torch.uint8).view(5, 4), rand(5, 2).half(), rand(5, 2).half())    # [5, 8] in groups of 4, with offsets
 W8 = (torch.arange(80, dtype=torch.uint8).view(10, 8), rand(10, 1).half(), None)              # [10, 8], one group a row
 
@@ -56,6 +57,11 @@ CASES = {
     "infc::rope_kv_write": ((rand(3, 64), rand(3, 2), rand(3, 2), CACHE, CACHE + 0, ints(0, -1, 40), 4, 2, True),
                             3 * 3 * 6 * 4, 4 * (192 + 6 + 6 + 3 + 96 + 48 + 48)),
     "infc::paged_attention": ((rand(3, 4, 8), CACHE, CACHE + 0, *STEP, 0.5), 0, 4 * (96 + 3 + 2 + 2 + 96)),
+    "infc::kv_write_quantized": ((rand(3, 2, 8), rand(3, 2, 8), *CODED, ints(0, -1, 40), "int8"), 3 * 96,
+                                 4 * (48 + 48 + 3) + 2 * 3 * 2 * (8 + 4)),
+    "infc::rope_kv_write_quantized": ((rand(3, 64), rand(3, 2), rand(3, 2), *CODED, ints(0, -1, 40), 4, 2, True, "int8"),
+                                      6 * 3 * (6 * 2 + 2 * 8), 4 * (192 + 6 + 6 + 3 + 96) + 2 * 3 * 2 * (8 + 4)),
+    "infc::paged_attention_quantized": ((rand(3, 4, 8), *CODED, *STEP, 0.5), 0, 4 * (96 + 3 + 2 + 2 + 96)),
     "infc::dequantize": ((*W4, 4, 4, 8), 2 * 40, 20 + 2 * 10 + 2 * 10 + 4 * 40),
     "infc::quantize_rows": ((X, 16, 4), 3 * 24, 4 * 24 + 2 * 24 + 4 * 6),
     "infc::dequantize_rows": ((torch.ones(3, 8, dtype=torch.int8), rand(3, 2), 4), 24, 24 + 4 * 6 + 4 * 24),
