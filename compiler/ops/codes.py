@@ -54,14 +54,14 @@ TINY = 1e-30
 def row_codes(x: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
     """x [..., K] in fp32 -> (codes i8 or i16 [..., K], scale f32 [..., G]): to the nearest, ties to even, largest value at the limit.
 
-    All in fp32 whatever x is, so that kernels can give the same codes.
+    All in fp32 whatever x is, and in this order (1 / largest, times the limit, times x), so that kernels can give the same codes.
     """
     k, limit = x.shape[-1], ROW_LIMIT[bits]
     x = x.float()
     count = groups(k, group)
     padded = torch.nn.functional.pad(x, (0, count * (group or k) - k)).unflatten(-1, (count, group or k))
     largest = padded.abs().amax(-1)
-    inverse = torch.where(largest > TINY, limit / largest, 0.0)
+    inverse = torch.where(largest > TINY, largest.reciprocal() * limit, 0.0)
     codes = (padded * inverse[..., None]).round().clamp(-limit, limit).flatten(-2)[..., :k]
     return codes.to(torch.int8 if bits == 8 else torch.int16), largest / limit
 

@@ -78,7 +78,7 @@ def test_rows_are_rounded_to_the_nearest_code(n, k, bits, group, magnitude, seed
         for g in range(groups(k, group)):
             part = x[row, g * size : (g + 1) * size].numpy()
             largest = np.abs(part).max()
-            expected = np.rint(part * (limit / largest)) if largest > TINY else np.zeros_like(part)
+            expected = np.rint(part * (np.float32(1) / largest * limit)) if largest > TINY else np.zeros_like(part)
             assert codes[row, g * size : (g + 1) * size].tolist() == expected.tolist()
             assert float(scale[row, g]) == float(largest / limit)
     step = spread(scale, k, group)
