@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from cpu_kernels import CONTEXT, ISAS, Library, M, N, P, T, call, judge, judge_sums, meta
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from infc.backends.cpu import claims
 from infc.backends.cpu.pack import pack_k, pack_v, unpack_k, unpack_v
@@ -151,6 +151,8 @@ def test_paged_attention(library: Library, kind: str, batch: str) -> None:
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@example([(26, 103), (62, 67), (0, 97), (0, 129)], 0, 1, "soft-cap", 8)        # fp32 scores were one chain of 80 products
+@example([(45, 120)], 0, 1, "no-groups-window", 65)                            # and values one of 128
 @given(work=st.lists(st.tuples(st.integers(0, 70), st.integers(0, 260)).filter(sum), min_size=1, max_size=6), padding=st.integers(0, 3),
        threads=st.integers(1, 3), kind=st.sampled_from(sorted(KINDS)), seed=st.integers(0, 99))
 def test_any_mix_of_lengths(library: Library, work: list[tuple[int, int]], padding: int, threads: int, kind: str, seed: int) -> None:
@@ -159,11 +161,10 @@ def test_any_mix_of_lengths(library: Library, work: list[tuple[int, int]], paddi
     if not len(s.q): return
     found, exact = run(library, kind, s, threads), reference(kind, s)
     assert bool((found[int(s.query_start[-1]):] == 0).all())
-    # Over all of a mix: its single worst element, of a few hundred, is luck, and hypothesis looks for bad luck. Fixed batches above are
-    # held to the worst element too.
-    error, own = ((x.double() - exact).square().mean().sqrt() for x in (found, rounded(kind, s).to(found.dtype)))
-    allowed = 2 * own + torch.finfo(BF16 if KINDS[kind][3] == BF16 else F32).eps * exact.abs().max()
-    assert bool(error <= allowed), f"{error:.3g} off (root mean square), {allowed:.3g} allowed"
+    error = (found.double() - exact).abs()
+    own = (rounded(kind, s).to(found.dtype).double() - exact).abs()
+    allowed = 2 * own.max() + torch.finfo(BF16 if KINDS[kind][3] == BF16 else F32).eps * exact.abs().max()
+    assert bool((error <= allowed).all()), f"{error.max():.3g} off, {allowed:.3g} allowed"
 
 
 def test_what_is_not_finite_shows(library: Library) -> None:

@@ -77,8 +77,8 @@ template <class C, int D> struct Attention {
         return select(m == splat(-__builtin_inff()), splat(0.0f), m);
     }
 
-    // In fp32 a score is the sum of short chains: its error is that of an exponential.
-    static constexpr int FIRST = FINE && !DIGITS && D > 32 ? 32 : D;
+    // In fp32 a score is the sum of short chains: its error is one of its exponential.
+    static constexpr int FIRST = FINE && !DIGITS && D > 16 ? 16 : D;
     template <int R, int V> static INFC_INLINE void chains(const L* q, const char* k, f32x16 (*sum)[V]) {
         for (int d = FIRST; d < D; d += FIRST) {
             Tile<typename Sides<C>::KeyCodes, R, V, Q_LDA> tile;
@@ -133,29 +133,33 @@ template <class C, int D> struct Attention {
         }
     }
 
+    // In fp32 sixteen tokens are a chain of their own, as scores are of sixteen products.
     template <int R, int V> static INFC_INLINE void values(const L* p, const Chunk& c, int v0, const float* alpha, float (*o)[D]) {
+        constexpr int64_t CHAIN = FINE ? 16 : CHUNK * PAGE;
         Tile<C, R, V, P_LDA> tile;
-        tile.zero();
-        for (int64_t j = 0; j < c.pages; j++) {
-            int64_t n = c.tokens - j * PAGE < PAGE ? c.tokens - j * PAGE : PAGE;
-            const L* a = p + j * PAGE / K * A;
-            tile.steps(a, c.v[j] + v0 * 64, D * 4, CODED ? (n + K - 1) / K : n / K, c.next[j] + v0 * 64);
-            if (!CODED && n % K) {                       // the token beside the last one is not ours: it may hold a NaN
-                alignas(64) char last[64 * V];
-                for (int v = 0; v < V; v++) {
-                    const char* at = c.v[j] + n / K * D * 4 + (v0 + v) * 64;
-                    store(last + v * 64, load<u32x16>(at) & splat_u32(0xffff));
+        for (int64_t j = 0, done = 0; j < c.pages; j++) {
+            const int64_t tokens = c.tokens - j * PAGE < PAGE ? c.tokens - j * PAGE : PAGE;
+            for (int64_t t = 0; t < tokens; t += CHAIN, done++) {
+                const int64_t n = tokens - t < CHAIN ? tokens - t : CHAIN;
+                if (FINE || j == 0) tile.zero();
+                const L* a = p + (j * PAGE + t) / K * A;
+                const char* v = c.v[j] + v0 * 64 + t / K * D * 4;
+                tile.steps(a, v, D * 4, CODED ? (n + K - 1) / K : n / K, c.next[j] + v0 * 64 + t / K * D * 4);
+                if (!CODED && n % K) {                   // the token beside the last one is not ours: it may hold a NaN
+                    alignas(64) char last[64 * V];
+                    for (int i = 0; i < V; i++) store(last + i * 64, load<u32x16>(v + n / K * D * 4 + i * 64) & splat_u32(0xffff));
+                    tile.step(0, a + n / K * A, last, last);
                 }
-                tile.step(0, a + n / K * A, last, last);
+                if (!FINE && j + 1 < c.pages) continue;
+#pragma GCC unroll 16
+                for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+                    for (int i = 0; i < V; i++) {
+                        float* at = o[r] + (v0 + i) * 16;
+                        store16(at, fma(load16(at), splat(FINE && done ? 1.0f : alpha[r]), scaled(tile.total(r, i))));
+                    }
             }
         }
-#pragma GCC unroll 16
-        for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-            for (int v = 0; v < V; v++) {
-                float* at = o[r] + (v0 + v) * 16;
-                store16(at, fma(load16(at), splat(alpha[r]), scaled(tile.total(r, v))));
-            }
     }
 
 #if INFC_DIGITS
