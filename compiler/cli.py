@@ -353,9 +353,6 @@ def explain(
     return None if quiet else costs.show(report)
 
 
-_NARROW = "narrow_dtype does not run for fp32: ask with --dtype bf16, or of a bf16 artifact"
-
-
 def _explain_pass(subject: str, name: str, dtype: str, as_json: bool, quiet: bool) -> None:
     from . import console, misses
 
@@ -364,14 +361,11 @@ def _explain_pass(subject: str, name: str, dtype: str, as_json: bool, quiet: boo
         from ..runtime.artifact import read
 
         with read(_existing(path)) as artifact:
-            made, listed = artifact.manifest.dtype, artifact.report("passes", "graphs")
-            if name == "narrow_dtype" and made == "fp32": raise UserError(_NARROW)
-            found = misses.of_artifact(listed, name, subject)
+            found = misses.of_artifact(artifact.report("passes", "graphs"), name, subject)
     else:
         from .. import passes
 
-        misses.check_name(name, passes.PIPELINE)
-        if name == "narrow_dtype" and dtype == "fp32": raise UserError(_NARROW)
+        misses.check_name(name, [one.name for one in passes.pipeline(dtype)])
         with console.Reporter(quiet=quiet or as_json) as report:
             from . import driver
             from .graph_json import graph_json
@@ -399,18 +393,13 @@ def measure(
 ) -> None:
     """Measure ARTIFACT on this machine: fresh process, warm, and steady apart, beside the machine's own read rate."""
     from ..runtime import bench as core
-    from . import console
+    from . import console, files
 
     work = core.Workload(_counts("batches", batches), _counts("contexts", contexts), new_tokens, _counts("prefill", prefill), rounds=rounds)
     note = None if quiet else lambda text: print(f"  {text}", file=sys.stderr)
     report = core.measure(_existing(artifact), work, threads=threads, note=note)
     if output:
-        aside = output.with_name(f".{output.name}.{os.getpid()}")    # whole, or not there
-        try:
-            aside.write_text(_json(report) + "\n")
-            os.replace(aside, output)
-        finally:
-            aside.unlink(missing_ok=True)
+        files.write_whole(output, _json(report) + "\n")
     if as_json:
         _print_json(report)
     elif not quiet:
@@ -451,13 +440,13 @@ def measure_quality(
     quiet: Quiet = False,
 ) -> None:
     """Perplexity of ARTIFACT on a text; and beside a reference: KL, agreement, retrieval, structured output."""
-    from . import console
+    from . import console, files
     from .quality import command
 
     note = (lambda text: None) if quiet else lambda text: print(f"  {text}", file=sys.stderr)
     report = command.measure(_existing(artifact), data=data, against=against, windows=windows, threads=threads, note=note)
     if output:
-        command.save(report, output)
+        files.write_whole(output, _json(report) + "\n")
     if as_json:
         _print_json(report)
     elif not quiet:

@@ -34,6 +34,7 @@ from .costs.step_times import step_times
 from .dump.dump_files import refuse_filled
 from .dump.dump_programs import write_programs
 from .errors import CheckFailed, UserError
+from .files import write_whole
 from .frontends import capture
 from .frontends.identity import identity
 from .graph_json import graph_json
@@ -289,7 +290,7 @@ def _save_recipe(file: Path, options: Options, artifact: Path, listen: Listener)
     with read(artifact) as opened:
         found = opened.report()["search"]
     kept = options.quality or limits.DEFAULT
-    recipe.save(file, found["recipe"], f"found by infc for --quality {kept}: {found['bytes']:,} bytes of matrices")
+    write_whole(file, f"# found by infc for --quality {kept}: {found['bytes']:,} bytes of matrices\n{found['recipe']}")
     listen(Event("note", "search", f"the formats that were chosen are in {file}: --quant {file} compiles with them again"))
 
 

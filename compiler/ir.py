@@ -151,6 +151,18 @@ def evaluate(graph: Graph, inputs: Iterable[Any], weights: Mapping[str, Any],
     return tuple(result)
 
 
+def needed(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """What these nodes depend on, themselves included: by data, or through a cache that is read on the way."""
+    found, stack = set(nodes), [*nodes]
+    while stack:
+        node = stack.pop()
+        writers = [user for user in node.users if impure(user)] if node.op == "placeholder" else []
+        new = [n for n in (*node.all_input_nodes, *writers) if n not in found and n.op != "output"]
+        found.update(new)
+        stack += new
+    return found
+
+
 def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     seen: set[fx.Node] = set()
     last: dict[fx.Node, list[fx.Node]] = {}

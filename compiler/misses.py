@@ -21,10 +21,16 @@ def total(passes: Iterable[PassJson], name: str) -> dict[str, Any]:
                                                                          for key in ("refused", "misses")}}
 
 
+ASKED_FOR = {"narrow_dtype": "--dtype bf16", "quantize_kv": "--kv-quant"} | dict.fromkeys(
+    ("smooth_channels", "quantize_weights", "quantize_activations", "fuse_quantized_linear"), "--quant")
+"""Passes that run only where an option of a compile asks for them."""
+
+
 def check_name(name: str, known: Iterable[str]) -> None:
-    """Raises UserError, with the nearest name, where no pass has this one."""
-    if name not in (names := set(known)):
-        raise UserError(f"no pass is called {name!r}: {nearest(name, names)}")
+    """Raises UserError where no pass that runs has this name: with the option that asks for it, or the nearest of `known`."""
+    if name in (names := set(known)): return
+    if name in ASKED_FOR: raise UserError(f"{name} does not run here: it is for {ASKED_FOR[name]}; ask of an artifact that was compiled so")
+    raise UserError(f"no pass is called {name!r}: {nearest(name, names)}")
 
 
 def places(nodes: Iterable[Mapping[str, Any]], name: str) -> list[dict[str, Any]]:

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from ..runtime.artifact import Artifact, read
-from ..runtime.errors import RuntimeFault
 from .costs.cost import Costs, Phase, steps_of
 from .costs.peaks import Peaks
 from .errors import UserError
+from .files import write_whole
 from .report import collect, page, phases
 
 
@@ -31,7 +31,7 @@ def write(path: Path, output: Path, *, measured: bool, force: bool, threads: int
             peaks = at_rate(peaks, found["read_gb_s"], artifact.report()["costs"])
         data = collect(artifact, peaks, found)
     text = page(data)
-    _replace(output, text)
+    write_whole(output, text)
     graph = data["graph"] or {"captured": {"calls": 0}, "final": {"calls": 0}}
     return {"report": str(output), "bytes": len(text.encode()), "model": data["head"]["name"], "version": data["head"]["version"],
             "passes": len(data["pipeline"]["passes"]), "captured": graph["captured"]["calls"], "final": graph["final"]["calls"],
@@ -97,14 +97,3 @@ def _by_kernel(costs: Costs, phase: Phase, seconds: Sequence[float]) -> dict[str
     for kernel, took in zip(steps_of(costs, phase.loads[-1]), seconds, strict=True):
         calls.setdefault(kernel["kernel"], []).append(took)
     return {kernel: statistics.mean(took) for kernel, took in calls.items()}
-
-
-def _replace(output: Path, text: str) -> None:
-    """The page is there whole, or as it was."""
-    sibling = output.with_name(f".{output.name}.{os.getpid()}")
-    try:
-        sibling.write_text(text, encoding="utf-8")
-        os.replace(sibling, output)
-    except OSError as error:
-        sibling.unlink(missing_ok=True)
-        raise RuntimeFault(f"{output}: cannot be written ({error.strerror})") from error

@@ -6,9 +6,8 @@ from torch import fx
 
 from ..compiler.ir import Graph, drop_dead_nodes
 from ..compiler.ops import aten, infc
+from ..compiler.quant.matrices import PRODUCTS
 from ..compiler.rewrite import EXACT, Pass, Report, arguments, emit
-
-PRODUCTS = {infc.linear.default, infc.linear_swiglu.default}
 
 
 def run(graph: Graph, report: Report) -> int:

@@ -13,11 +13,11 @@ from ..compiler.divergence import divergences
 from ..compiler.errors import CheckFailed
 from ..compiler.ir import Graph, where
 from ..compiler.ops import infc
+from ..compiler.quant.matrices import PRODUCTS
 from ..compiler.quant.plan import Plan
 from ..compiler.quant.scheme import Scheme
 from ..compiler.rewrite import APPROXIMATE, Measured, Pass, Report, arguments, emit
 
-PRODUCTS = {infc.linear.default, infc.linear_swiglu.default}
 NOISE = {16: 1.0, 8: 64.0}
 """Bits -> how many times the KL of eager bf16 is allowed. A step of 8 bits is 1/127 of the group's largest value, twice bf16's step
 there; most values of a group are a fraction of it."""

@@ -315,7 +315,8 @@ def test_a_bug_is_not_hidden():
 def test_options_that_cancel_each_other(tmp_path: Path):
     cases = [(("compile", "tiny", "-o", tmp_path / "a", "--keep-going", "--check", "off"), "choose one of them"),
              (("explain", "tiny", "--pass", "fuse_rope", "--measured"), "ask for one of them"),
-             (("explain", "tiny", "--pass", "narrow_dtype", "--dtype", "fp32"), "does not run for fp32")]
+             (("explain", "tiny", "--pass", "narrow_dtype", "--dtype", "fp32"), "it is for --dtype bf16"),
+             (("explain", "tiny", "--pass", "quantize_weights"), "it is for --quant")]
     for command, said in cases:
         done = infc(*command)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1) and said in done.stderr, done.stderr

@@ -1,8 +1,5 @@
 """Files of a dump: written aside and renamed, and one file per distinct tensor."""
-import contextlib
-import errno
 import json
-import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -12,6 +9,7 @@ from typing import Any
 from safetensors.torch import save
 from torch import Tensor
 
+from .. import files
 from ..errors import UserError
 from ..ir import DTYPE_NAMES, tensor_hash
 from .stage import TENSOR, file_name
@@ -24,17 +22,8 @@ def refuse_filled(folder: Path | None) -> None:
 
 
 def write_whole(path: Path, data: str | bytes) -> None:
-    """Write a file so that nobody sees half of it. Raises UserError, which names it, where there is no room or no permission."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_bytes(data.encode() if isinstance(data, str) else data)
-        os.replace(aside, path)
-    except OSError as error:
-        why = "no space left on the disk" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror
-        raise UserError(f"{path}: the dump cannot be written ({why}); name another folder with --dump") from error
-    finally:
-        with contextlib.suppress(OSError): aside.unlink()
+    """`files.write_whole` of a part of a dump."""
+    files.write_whole(path, data, what="the dump", instead="name another folder with --dump", parents=True)
 
 
 def write_json(path: Path, value: Any) -> None:

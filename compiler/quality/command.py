@@ -1,6 +1,5 @@
 """`infc quality`: an artifact on a text, beside the model it was made of or another artifact; and two such measurements side by side."""
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -91,16 +90,6 @@ def _known(name: str) -> str | None:
         return name if models.find(name) is not None else None
     except models.ModelError:
         return None
-
-
-def save(report: Mapping[str, Any], path: Path) -> None:
-    """Write a report: whole, or not there."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        aside.write_text(json.dumps(report, indent=1) + "\n")
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def load_report(path: Path) -> dict[str, Any]:

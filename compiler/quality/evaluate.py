@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
-from ..ir import Graph, evaluate, impure
+from ..ir import Graph, evaluate, needed
 from ..verification import step_sample
 
 Call = Callable[[fx.Node, tuple, dict], Any]
@@ -51,7 +51,7 @@ class StepEvaluator:
     def __init__(self, graph: Graph):
         self.graph = graph
         self._logits = graph.outputs.index("logits")
-        self._needed = _needed(graph, graph.output.args[0][self._logits])      # type: ignore[index]
+        self._needed = needed([graph.output.args[0][self._logits]])      # type: ignore[index]
 
     def logits(
         self, ids: Sequence[int], weights: Mapping[str, Tensor] | None = None, *, first: int = 0, call: Call | None = None,
@@ -67,18 +67,6 @@ class StepEvaluator:
 
         sample = step_sample(self.graph, torch.tensor([*ids]), range(first, len(ids)))
         return evaluate(self.graph, sample, ChainMap(dict(weights or {}), self.graph.weights), run)[self._logits].float()
-
-
-def _needed(graph: Graph, logits: fx.Node) -> set[fx.Node]:
-    """The nodes that decide the logits: what they depend on, and what writes to a cache that is read on the way."""
-    needed: set[fx.Node] = set()
-    wanted = [logits, *(node for node in graph.nodes if node.op == "call_function" and impure(node))]
-    while wanted:
-        node = wanted.pop()
-        if node in needed: continue
-        needed.add(node)
-        wanted += node.all_input_nodes
-    return needed
 
 
 class Sequence_(Protocol):

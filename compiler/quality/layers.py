@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, fx
 
 from ..ir import DTYPE_NAMES, Graph, argument
-from ..ops import aten, codes, infc
+from ..ops import aten, codes
+from ..quant.matrices import PRODUCTS
 from ..quant.scheme import Scheme
 from ..verification import CODED
 from .evaluate import StepEvaluator
 
-PRODUCTS = {infc.linear.default, infc.linear_swiglu.default}
 ROWS = 64
 """Rows of its input that are kept of each product."""
 

@@ -11,7 +11,6 @@ none, or keep (a GGUF's own blocks; keepa8: and 8-bit activations). What no line
 """
 import difflib
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -178,16 +177,6 @@ def beside(artifact: Path, force: bool) -> Path:
         raise UserError(f"{path}: exists already; " + ("add --force to replace it, or -o for another place" if path.is_file() else
                                                        "it is no recipe: remove it yourself, or give -o for another place"))
     return path
-
-
-def save(path: Path, text: str, about: str) -> None:
-    """Write a recipe's text, with a line about it; whole, or not at all."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        aside.write_text(f"# {about}\n{text}", "utf-8")
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def _file(path: Path) -> str:

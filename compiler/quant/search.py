@@ -19,7 +19,6 @@ from torch import Tensor, fx
 from ..errors import UserError
 from ..ir import Graph, impure
 from ..ops import aten
-from ..ops.codes import rounded_rows
 from ..quality import text
 from ..quality.evaluate import StepEvaluator
 from ..quality.limits import Limit
@@ -30,6 +29,7 @@ from .plan import Plan
 from .recipe import Recipe, paths, written
 from .rounding import Quantized
 from .scheme import Scheme, parse
+from .sequential import as_read
 
 CANDIDATES = "w4:g128,w4,w4:asym,w8,none"
 """What a weight may become, besides what a GGUF's own blocks are."""
@@ -147,17 +147,12 @@ class _Trial:
         return self._known[node, scheme].dequantized()
 
     def rounded(self, chosen: Mapping[fx.Node, Scheme]) -> Callable[[Sequence[int], int], Tensor]:
-        """(ids, first) -> logits [len(ids) - first, V] with these weights rounded, and the 8-bit activations that they meet.
-
-        16-bit ones are finer than bf16, and left as they are.
-        """
+        """(ids, first) -> logits [len(ids) - first, V] with these weights rounded, and the 8-bit activations that they meet."""
         weights = {str(node.target): self.weight(node, scheme) for node, scheme in chosen.items()}
 
         def call(node: fx.Node, args: tuple, kwargs: dict) -> Any:
             scheme = chosen.get(node.args[1]) if node.target in PRODUCTS else None         # type: ignore[arg-type]
-            if scheme is not None and scheme.act_bits == 8:
-                x = args[0]
-                args = (rounded_rows(x, 8, scheme.act_group).to(x.dtype), *args[1:])
+            if scheme is not None: args = (as_read(args[0], scheme), *args[1:])
             return node.target(*args, **kwargs)                                            # type: ignore[operator]
 
         return lambda ids, first: self.evaluator.logits(ids, weights, first=first, call=call)

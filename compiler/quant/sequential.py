@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..ir import Graph, last_uses
+from ..ir import Graph, last_uses, needed
 from ..ops.codes import rounded_rows
 from .matrices import PRODUCTS
 from .rounding import Quantized
 from .scheme import Scheme
-from .statistics import Window, check_inputs, check_windows, inputs_of, needed
+from .statistics import Window, check_inputs, check_windows, inputs_of
 
 FIRST = 100.0
 """Weight of a decoder's first row of each window among the others. The first token of a text is where attention looks when it finds
@@ -42,7 +42,7 @@ def in_order(
     for node in graph.nodes:
         scheme = _scheme(node, rounds)
         if (name := first.get(node)) is not None and scheme is not None:
-            gram = _gram([_as_read(walk[node.args[0]], scheme) for walk in walks], FIRST if "sample_rows" in graph.inputs else 1.0, name)
+            gram = _gram([as_read(walk[node.args[0]], scheme) for walk in walks], FIRST if "sample_rows" in graph.inputs else 1.0, name)
             found = choose(graph.weights[name].float(), scheme, name, gram)
             codes[name] = found.dequantized()
             yield asked[name], found
@@ -65,7 +65,7 @@ def _scheme(node: fx.Node, schemes: Mapping[str, Scheme]) -> Scheme | None:
     return None if weight is None else schemes.get(str(weight.target))
 
 
-def _as_read(x: Tensor, scheme: Scheme) -> Tensor:
+def as_read(x: Tensor, scheme: Scheme) -> Tensor:
     """Rows as codes of eight bits mean them; those of sixteen are finer than bf16."""
     return rounded_rows(x, 8, scheme.act_group).to(x.dtype) if scheme.act_bits == 8 else x
 
@@ -98,7 +98,7 @@ class _Walk:
         """Run one node. scheme: of the weight it reads, where that is codes."""
         args: Any
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.__getitem__)
-        if scheme is not None: args = (_as_read(args[0], scheme), *args[1:])
+        if scheme is not None: args = (as_read(args[0], scheme), *args[1:])
         with torch.no_grad(): self.values[node] = node.target(*args, **kwargs)               # type: ignore[operator]
 
     def forget(self, nodes: Sequence[fx.Node]) -> None:

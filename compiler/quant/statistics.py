@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from ..errors import UserError
-from ..ir import Graph, evaluate, impure
+from ..ir import Graph, evaluate, needed
 from ..verification import step_sample
 from .matrices import PRODUCTS, products
 
@@ -103,18 +103,6 @@ def inputs_of(graph: Graph, window: Window) -> tuple[Tensor, ...]:
 
 def _name(read: dict[fx.Node, tuple], xs: tuple) -> str:
     return next(str(weight.target) for weight, found in read.items() if found == xs)
-
-
-def needed(nodes: set[fx.Node]) -> set[fx.Node]:
-    """What these nodes depend on, themselves included: by data, or through a cache that is read on the way."""
-    found, stack = set(nodes), [*nodes]
-    while stack:
-        node = stack.pop()
-        writers = [user for user in node.users if impure(user)] if node.op == "placeholder" else []
-        new = [n for n in (*node.all_input_nodes, *writers) if n not in found and n.op != "output"]
-        found.update(new)
-        stack += new
-    return found
 
 
 def check_windows(windows: Sequence[Window]) -> None:

@@ -13,7 +13,8 @@ import torch
 from golden import trace
 from infc import passes
 from infc.backends.cpu.toolchain import assembly
-from infc.compiler.dump import dump_files, stage
+from infc.compiler import files
+from infc.compiler.dump import stage
 from infc.compiler.dump.dump_files import refuse_filled, write_whole
 from infc.compiler.dump.dump_programs import program_json, program_text, write_programs
 from infc.compiler.errors import UserError
@@ -164,7 +165,7 @@ def test_no_half_file(tmp_path, monkeypatch):
         raise OSError(28, os.strerror(28))
 
     write_whole(tmp_path / "a.txt", "whole")
-    monkeypatch.setattr(dump_files.os, "replace", full)
+    monkeypatch.setattr(files.os, "replace", full)
     with pytest.raises(UserError, match=r"a\.txt: the dump cannot be written \(no space left on the disk\)"):
         write_whole(tmp_path / "a.txt", "half")
     assert [p.name for p in tmp_path.iterdir()] == ["a.txt"] and (tmp_path / "a.txt").read_text() == "whole"

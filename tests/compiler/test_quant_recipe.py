@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from infc import passes
 from infc.compiler.errors import UserError
+from infc.compiler.files import write_whole
 from infc.compiler.frontends import capture
 from infc.compiler.ir import Graph
 from infc.compiler.ops import infc
@@ -237,7 +238,7 @@ def test_a_searched_recipe_lies_beside_its_artifact_and_reads_back(tmp_path: Pat
     artifact = tmp_path / "m.infc"
     made = written({"a": Scheme(8), "b": None})
     file = recipe.beside(artifact, force=False)
-    recipe.save(file, str(made), "found by infc for --quality kl<=0.02: 12 bytes of matrices")
+    write_whole(file, f"# found by infc for --quality kl<=0.02: 12 bytes of matrices\n{made}")
     assert file.name == "m.recipe.yaml" and read(str(file)) == made and [f.name for f in tmp_path.iterdir()] == ["m.recipe.yaml"]
     with pytest.raises(UserError, match=r"m\.recipe\.yaml: exists already; add --force to replace it"):
         recipe.beside(artifact, force=False)

@@ -188,7 +188,7 @@ KERNELS = (
     _kernel("attention: sum not rescaled to the new maximum", "llama", "attention", "f32x16 sum = l[i] * splat(alpha[i]), zero",
             "f32x16 sum = l[i], zero"),
     _kernel("attention: values not rescaled to the new maximum", "llama", "attention",
-            "fma(load16(at), splat(alpha[r]), scaled(tile.total(r, v)))", "load16(at) + scaled(tile.total(r, v))"),
+            "fma(load16(at), splat(FINE && done ? 1.0f : alpha[r]), scaled(tile.total(r, i)))", "load16(at) + scaled(tile.total(r, i))"),
     _kernel("attention: all kv heads read the first one's pages", "llama", "attention", "* kv_heads + item.head;", "* kv_heads;"),
     _kernel("attention: the last key's value is left out", "llama", "attention", "? last_pos + 1 - c.first_token : c.pages * PAGE;",
             "? last_pos - c.first_token : c.pages * PAGE;"),

@@ -1,0 +1,22 @@
+"""Files that are there whole, or as they were."""
+import contextlib
+import errno
+import os
+from pathlib import Path
+
+from .errors import UserError
+
+
+def write_whole(path: Path, data: str | bytes, *, what: str = "", instead: str = "name another place", parents: bool = False) -> None:
+    """Write a file so that nobody sees half of it; parents: make its folder. Raises UserError, which names the file, where there is
+    no room or no permission."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        if parents: path.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_bytes(data.encode() if isinstance(data, str) else data)
+        os.replace(aside, path)
+    except OSError as error:
+        why = "no space left on the disk" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror
+        raise UserError(f"{path}: {f'{what} ' if what else ''}cannot be written ({why}); {instead}") from error
+    finally:
+        with contextlib.suppress(OSError): aside.unlink()
