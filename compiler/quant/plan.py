@@ -16,7 +16,7 @@ from .matrices import products
 from .recipe import Recipe
 from .rounding import Quantized, bounded, least_squares, round_to_nearest
 from .scheme import Scheme
-from .sequential import in_order
+from .sequential import Choice, in_order
 from .statistics import Inputs, Window, collect
 
 WINDOWS = 16
@@ -28,19 +28,14 @@ class Method:
     """One way to choose codes. A weight that no product reads (a table) is rounded with least squared error, whatever the method."""
 
     about: str
-    choose: Callable[[Tensor, Scheme, str, Inputs], Quantized] | None = None     # by what the weight is multiplied with
+    choose: Callable[[Tensor, Scheme, str, Inputs], Quantized] | None = None     # by what the weight is multiplied with in the wide model
     plain: Callable[[Tensor, Scheme, str], Quantized] = least_squares            # by the weight alone
     factors: awq.Factors | None = None                                           # what smooth_channels may move into the weight
-    gram: bool = False                                   # `choose` reads Inputs.gram; weights are chosen in the order they are read in
+    in_order: Choice | None = None                       # by what it is multiplied with after the codes of those before it
 
 
 def _by_size_of_inputs(w: Tensor, scheme: Scheme, name: str, inputs: Inputs) -> Quantized:
     return bounded(w, least_squares(w, scheme, name, inputs.square), round_to_nearest(w, scheme, name))
-
-
-def _compensated(w: Tensor, scheme: Scheme, name: str, inputs: Inputs) -> Quantized:
-    assert inputs.gram is not None
-    return gptq(w, scheme, name, inputs.gram)
 
 
 METHODS = {
@@ -48,7 +43,7 @@ METHODS = {
     "mse": Method("the range with the least squared error of each group"),
     "awq": Method("columns with large inputs scaled up, then the range with the least error for these inputs", _by_size_of_inputs,
                   factors=awq.activation_aware),
-    "gptq": Method("each column's error made up for by the others", _compensated, gram=True),
+    "gptq": Method("each column's error made up for by the others", in_order=gptq),
     "smooth": Method("outliers of the inputs moved into the weight, then to the nearest code", plain=round_to_nearest,
                      factors=awq.outliers_moved),
 }
@@ -60,7 +55,7 @@ BY_BITS = {8: "rtn", 4: "gptq"}
 
 def blind() -> list[str]:
     """The methods that look at no text."""
-    return [name for name, method in METHODS.items() if method.choose is None and method.factors is None]
+    return [name for name, method in METHODS.items() if method.choose is method.factors is method.in_order is None]
 
 
 @dataclass(frozen=True)
@@ -98,36 +93,33 @@ class Plan:
         asked = [line.choice for line in self.asked.lines] if isinstance(self.asked, Recipe) else [self.asked]
         return any(isinstance(choice, Scheme) and BY_BITS[choice.bits] not in blind() for choice in asked)
 
-    def codes(self, graph: Graph, schemes: Mapping[fx.Node, Scheme]) -> Iterator[tuple[fx.Node, Quantized]]:
-        """Each weight's codes: the file's own where it has this format. The graph may change on the way.
+    def codes(
+        self, graph: Graph, schemes: Mapping[fx.Node, Scheme], known: Mapping[fx.Node, Quantized] | None = None,
+    ) -> Iterator[tuple[fx.Node, Quantized]]:
+        """Each weight's codes but those that are known: the file's own where it has this format. The graph may change on the way.
 
         UserError where a value is not finite, or the method needs a text and there is none.
         """
         before = graph.copy()                                            # with the weights that are gone when their turn comes
-        found = {weight: own for weight, scheme in schemes.items() if (own := kept(graph, weight, scheme)) is not None}
+        found = dict(known or {})
         rest = [weight for weight in schemes if weight not in found]
-        ordered = {weight for weight in rest if self.how(schemes[weight]).gram and products(weight) and not _table(weight)}
+        own = {weight: codes for weight in rest if (codes := kept(graph, weight, schemes[weight])) is not None}
+        rest = [weight for weight in rest if weight not in own]
+        ordered = {weight: how.in_order for weight in rest
+                   if (how := self.how(schemes[weight])).in_order and products(weight) and not _table(weight)}
         alone = [weight for weight in rest if weight not in ordered]
-        statistics = self.statistics(graph, [weight for weight in alone if self.how(schemes[weight]).choose is not None])
+        weighed = [weight for weight in alone if self.how(schemes[weight]).choose and not _table(weight)]
+        inputs = self.inputs(graph, weighed) if weighed else {}
         for weight in alone:
             name = str(weight.target)
-            found[weight] = self.quantize(graph.weights[name], schemes[weight], name, statistics.get(name))
-        yield from found.items()
-        if ordered: yield from in_order(before, schemes, found, self.windows(before), gptq)
-
-    def statistics(self, graph: Graph, weights: Sequence[fx.Node]) -> dict[str, Inputs]:
-        """What products multiply each weight with in the wide model, by its name, as far as the method asks; nothing of a table."""
-        weights = [weight for weight in weights if not _table(weight)]
-        if not weights or all(METHODS[name].choose is None for name in self._methods): return {}
-        return self.inputs(graph, weights)
+            own[weight] = self.quantize(graph.weights[name], schemes[weight], name, inputs.get(name))
+        yield from own.items()
+        for choose in dict.fromkeys(ordered.values()):
+            yield from in_order(before, schemes, found | own, self.windows(before), choose)
 
     def inputs(self, graph: Graph, weights: Sequence[fx.Node]) -> dict[str, Inputs]:
         """What products multiply each weight with on the calibration text. UserError where there is no such text."""
-        return collect(graph, weights, self.windows(graph), gram=any(METHODS[name].gram for name in self._methods))
-
-    @property
-    def _methods(self) -> list[str]:
-        return [*BY_BITS.values()] if self.method == AUTO else [self.method]
+        return collect(graph, weights, self.windows(graph))
 
     def windows(self, graph: Graph) -> Sequence[Window]:
         """Of the calibration text. UserError where the model cannot read it."""

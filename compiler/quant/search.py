@@ -1,10 +1,11 @@
 """Choose each weight's format: the fewest bytes (or the least predicted decode time) that keep limits of quality on calibration text.
 
-Sensitivity: each weight alone is rounded to the coarsest candidate, and the KL of the model's next-token distributions to the wide
-model's is measured; KL grows with the square of a small error, so a finer candidate's is that times the ratio of its squared
+Sensitivity: each weight alone is rounded to nearest in the coarsest candidate, and the KL of the model's next-token distributions to
+the wide model's is measured; KL grows with the square of a small error, so a finer candidate's is that times the ratio of its squared
 output error ||x (W - W')||². Knapsack: a weight's candidates on the lower convex hull of (bytes, KL) are moves that save bytes at a price;
-the cheapest come first. Verification: the sums are estimates, so the number of moves is bisected by measuring the whole
-model with all of them made. Nothing is drawn at random: the same model, text and limits give the same recipe.
+the cheapest come first. Verification: the sums are estimates, and the plan's method has less error than rounding to nearest, so the
+number of moves is sought by measuring the whole model with all of them made, in the codes that a compile would choose; each measurement
+corrects the estimate. Nothing is drawn at random: the same model, text and limits give the same recipe.
 """
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ from .blocks import format_of, kept
 from .matrices import PRODUCTS, matrices
 from .plan import Plan
 from .recipe import Recipe, paths, written
-from .rounding import Quantized
+from .rounding import Quantized, round_to_nearest
 from .scheme import Scheme, parse
 from .sequential import as_read
 
@@ -42,6 +43,7 @@ SEARCHED = ("ppl", "kl", "kl_p99", "top1")
 WINDOWS = 12                       # of calibration text, that the whole model is measured on where the first do not tell
 LEAST = 1e-12                      # nats: fp32 may find no KL at all, yet wide is better than rounded
 FEWEST = 3                         # windows that a judgement needs
+GUESSES = 3                        # measurements where the corrected estimates say, before the halving
 FINE = 0.002                       # of all bytes: what is not worth another measurement
 
 Progress = Callable[[str, float], None]
@@ -86,7 +88,7 @@ def search(
     weights = [weight for weight, reason in matrices(graph).items() if not reason]
     if not weights: raise UserError("no weight of this model can be quantized, so there are no formats to search")
     windows = _windows(graph, plan)
-    trial = _Trial(graph, plan, plan.statistics(graph, weights))
+    trial = _Trial(graph, plan)
     options, sensitivity = _options(trial, weights, windows[0], candidates, goal, wide_bytes, progress)
     moves = [*_moves(options)]
     judge = _Judge(trial, windows, limits)
@@ -128,27 +130,34 @@ def _windows(graph: Graph, plan: Plan) -> list[list[int]]:
 
 @dataclass
 class _Trial:
-    """The graph with some of its weights as codes mean them. Codes are kept: a byte a weight and candidate at most."""
+    """The graph with some of its weights as codes mean them. The plan's codes are kept: a byte a weight and format at most."""
 
     graph: Graph
     plan: Plan
-    statistics: Mapping[str, Any]
     _known: dict[tuple[fx.Node, Scheme], Quantized] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.evaluator = StepEvaluator(self.graph)
 
-    def weight(self, node: fx.Node, scheme: Scheme) -> Tensor:
-        """f32 [N, K]: the file's own codes where it has this format, else the plan's."""
-        if (node, scheme) not in self._known:
-            name = str(node.target)
-            self._known[node, scheme] = kept(self.graph, node, scheme) or self.plan.quantize(
-                self.graph.weights[name], scheme, name, self.statistics.get(name))
-        return self._known[node, scheme].dequantized()
+    def nearest(self, node: fx.Node, scheme: Scheme) -> Tensor:
+        """f32 [N, K]: the file's own codes where it has this format, else the nearest ones."""
+        name = str(node.target)
+        return (kept(self.graph, node, scheme) or round_to_nearest(self.graph.weights[name].float(), scheme, name)).dequantized()
 
-    def rounded(self, chosen: Mapping[fx.Node, Scheme]) -> Callable[[Sequence[int], int], Tensor]:
+    def weights(self, chosen: Mapping[fx.Node, Scheme], progress: Callable[[str], None]) -> dict[str, Tensor]:
+        """f32 [N, K] each, by name, of the codes that the plan chooses; those of an earlier choice stay."""
+        known = {node: self._known[node, scheme] for node, scheme in chosen.items() if (node, scheme) in self._known}
+        if len(known) < len(chosen):
+            for node, codes in self.plan.codes(self.graph, chosen, known):
+                self._known[node, chosen[node]] = known[node] = codes
+                progress(f"codes of {', '.join(paths(node)[:1])}")
+        return {str(node.target): codes.dequantized() for node, codes in known.items()}
+
+    def rounded(
+        self, chosen: Mapping[fx.Node, Scheme], progress: Callable[[str], None] = lambda text: None,
+    ) -> Callable[[Sequence[int], int], Tensor]:
         """(ids, first) -> logits [len(ids) - first, V] with these weights rounded, and the 8-bit activations that they meet."""
-        weights = {str(node.target): self.weight(node, scheme) for node, scheme in chosen.items()}
+        weights = self.weights(chosen, progress)
 
         def call(node: fx.Node, args: tuple, kwargs: dict) -> Any:
             scheme = chosen.get(node.args[1]) if node.target in PRODUCTS else None         # type: ignore[arg-type]
@@ -171,9 +180,9 @@ def _options(
     for i, node in enumerate(weights):
         progress(f"sensitivity of {', '.join(paths(node)[:1])}", i / len(weights))
         schemes = _candidates(trial.graph, node, candidates)
-        errors = {scheme: kept_values.output_error(node, trial.weight(node, scheme)) for scheme in schemes}
+        errors = {scheme: kept_values.output_error(node, trial.nearest(node, scheme)) for scheme in schemes}
         worst = max(errors, key=errors.__getitem__, default=None)
-        kl = max(LEAST, kept_values.kl(node, trial.weight(node, worst))) if worst is not None and errors[worst] > 0 else 0.0
+        kl = max(LEAST, kept_values.kl(node, trial.nearest(node, worst))) if worst is not None and errors[worst] > 0 else 0.0
         sensitivity[str(node.target)] = kl
         cost = _stored if goal == "bytes" else _read
         options[node] = [Option(None, cost(node, None, wide_bytes), 0.0)] * (None in candidates) + [
@@ -306,10 +315,10 @@ class _Judge:
         self._wide = trial.rounded({})
         self._reference: list[Tensor] = []         # logits of the windows that were looked at: 4 bytes a scored token and vocabulary entry
 
-    def holds(self, chosen: Mapping[fx.Node, Scheme]) -> tuple[bool, Figures]:
+    def holds(self, chosen: Mapping[fx.Node, Scheme], progress: Callable[[str], None]) -> tuple[bool, Figures]:
         """Is every limit kept with SPARE standard errors to spare? As many windows are measured as it takes to tell."""
         self.measured += 1
-        comparison, ours = Comparison(), self.trial.rounded(chosen)
+        comparison, ours = Comparison(), self.trial.rounded(chosen, progress)
         for number, ids in enumerate(self.windows, 1):
             first = _first(ids)
             if len(self._reference) < number: self._reference.append(self._wide(ids[:-1], first))
@@ -343,17 +352,22 @@ def _bisect(
 ) -> tuple[int, Figures | None]:
     """(how many moves the limits allow, the figures with them made; None where nothing is rounded: nothing was measured).
 
-    Begins where the estimates say, and ends where the moves that are left to decide save less than FINE of all bytes.
+    Begins where the estimates say, goes on where they say once corrected by what was measured, and ends where the moves that are left
+    to decide save less than FINE of all bytes.
     """
     figures: Figures | None = None
     saved = [0.0, *accumulate(move.saves for move in moves)]
     enough = FINE * sum(efficient(its)[0].bytes for its in options.values())
+    estimates = [*accumulate((move.costs for move in moves), initial=sum(efficient(its)[0].kl for its in options.values()))]
+    allowed, truth = _allowed(judge.limits), 1.0
 
     def holds(count: int) -> bool:
-        nonlocal figures
-        progress(f"measuring with {count} of {len(moves)} steps to fewer bytes", count / (len(moves) + 1))
+        nonlocal figures, truth
+        share = count / (len(moves) + 1)
+        progress(f"measuring with {count} of {len(moves)} steps to fewer bytes", share)
         chosen = {weight: option.scheme for weight, option in _made(options, moves[:count]).items() if option.scheme is not None}
-        kept_limits, now = judge.holds(chosen)
+        kept_limits, now = judge.holds(chosen, lambda text: progress(text, share))
+        if now.kl and estimates[count] > LEAST: truth = now.kl / estimates[count]
         if kept_limits: figures = now
         elif count == 0:
             raise UserError(f"no choice of these formats keeps {','.join(map(str, judge.limits))} with {SPARE:g} standard errors to spare "
@@ -362,22 +376,20 @@ def _bisect(
         return kept_limits
 
     if any(efficient(its)[0].kl > 0 for its in options.values()): holds(0)
-    good, bad, step = 0, len(moves) + 1, max(1, len(moves) // 16)
-    probe = min(max(1, _guess(options, moves, judge.limits)), len(moves))
+    good, bad, step, guesses = 0, len(moves) + 1, max(1, len(moves) // 16), GUESSES
     while bad - good > 1 and (bad > len(moves) or saved[bad - 1] - saved[good] > enough or good == 0):
+        if allowed is not None and guesses:
+            probe, guesses = sum(estimate * truth <= allowed for estimate in estimates) - 1, guesses - 1
+        elif bad > len(moves): probe, step = good + step, 2 * step            # not yet too far
+        elif good == 0: probe, step = bad - step, 2 * step                    # not yet near enough
+        else: probe = (good + bad) // 2
+        probe = min(max(probe, good + 1), bad - 1)
         if holds(probe): good = probe
         else: bad = probe
-        if bad > len(moves): probe = min(len(moves), good + step)            # not yet too far
-        elif good == 0: probe = max(1, bad - step)                           # not yet near enough
-        else: probe = (good + bad) // 2
-        step *= 2
     return good, figures
 
 
-def _guess(options: Mapping[fx.Node, Sequence[Option]], moves: Sequence[Move], limits: Sequence[Limit]) -> int:
-    """The number of moves at which the estimates sum up to the limit; text that the model foretells costs a perplexity of exp(KL)."""
+def _allowed(limits: Sequence[Limit]) -> float | None:
+    """The KL that limits allow, in nats: text that the model foretells costs a perplexity of exp(KL). None where they name neither."""
     known = {"kl": lambda limit: limit, "ppl": math.log1p}
-    allowed = min((known[limit.metric](limit.limit) for limit in limits if limit.metric in known), default=None)
-    if allowed is None: return len(moves) // 2
-    total = sum(efficient(its)[0].kl for its in options.values())
-    return sum(total + added <= allowed for added in accumulate(move.costs for move in moves))
+    return min((known[limit.metric](limit.limit) for limit in limits if limit.metric in known), default=None)

@@ -30,22 +30,19 @@ class Inputs:
     square: Tensor                 # f32 [K]: mean x²
     largest: Tensor                # f32 [K]: max |x|
     rows: Tensor                   # f32 [up to ROWS, K]: evenly out of all
-    gram: Tensor | None            # f32 [K, K]: mean xᵀx, where it was asked for
 
     def divided(self, by: Tensor) -> "Inputs":
         """Of x / by. by f32 [K]."""
-        gram = None if self.gram is None else self.gram / by / by[:, None]
-        return Inputs(self.count, self.mean / by, self.square / by.square(), self.largest / by, self.rows / by, gram)
+        return Inputs(self.count, self.mean / by, self.square / by.square(), self.largest / by, self.rows / by)
 
 
 class _Sums:
     """Inputs in the making."""
 
-    def __init__(self, k: int, gram: bool):
+    def __init__(self, k: int):
         self.count = 0
         self.mean, self.square, self.largest = (torch.zeros(k) for _ in range(3))
         self.rows: list[Tensor] = []
-        self.gram = torch.zeros(k, k) if gram else None
 
     def add(self, x: Tensor, keep: int) -> None:
         x = x.flatten(0, -2).float()
@@ -55,23 +52,20 @@ class _Sums:
         self.square += x.square().sum(0)
         self.largest = torch.maximum(self.largest, size.amax(0))
         self.rows.append(x[torch.linspace(0, len(x) - 1, min(keep, len(x))).long()])
-        if self.gram is not None: self.gram.addmm_(x.T, x)
 
     def inputs(self, name: str) -> Inputs:
         check_inputs(self.square, name)
-        gram = None if self.gram is None else self.gram / self.count
-        return Inputs(self.count, self.mean / self.count, self.square / self.count, self.largest, torch.cat(self.rows), gram)
+        return Inputs(self.count, self.mean / self.count, self.square / self.count, self.largest, torch.cat(self.rows))
 
 
-def collect(graph: Graph, weights: Iterable[fx.Node], windows: Sequence[Window], *, gram: bool = False) -> dict[str, Inputs]:
+def collect(graph: Graph, weights: Iterable[fx.Node], windows: Sequence[Window]) -> dict[str, Inputs]:
     """Weight name -> what its products read over all windows; a weight that no product reads is not in it.
 
-    gram: K * K values a weight, though weights that read the same value share them. UserError for no windows, or values that
-    are not finite.
+    UserError for no windows, or values that are not finite.
     """
     check_windows(windows)
     read: dict[fx.Node, Any] = {weight: tuple(dict.fromkeys(user.args[0] for user in products(weight))) for weight in weights}
-    sums = {xs: _Sums(int(weight.meta["val"].shape[1]), gram) for weight, xs in read.items() if xs}
+    sums = {xs: _Sums(int(weight.meta["val"].shape[1])) for weight, xs in read.items() if xs}
     wanted = needed({x for xs in sums for x in xs})
     keep = -(-ROWS // len(windows))
 
