@@ -41,7 +41,7 @@ from .graph_json import graph_json
 from .ir import Graph, text
 from .pipeline import PassResult, PipelineReport, run_pipeline
 from .placement import Placement, Unit, place
-from .quality import compile_gate, limits
+from .quality import compile_gate, limits, per_layer
 from .quality.text import CALIBRATION
 from .quality.text import read as read_text
 from .quant import recipe, search
@@ -235,9 +235,13 @@ def compile(
 
         def check(folder: Path) -> None:
             verified.update(replay_written(folder, bounds))
-            if gate is None: return
-            with clock.phase("quality", f"measuring on {gate.data.name}"):
-                summary["quality"] = _judge(gate, graph, folder, "INFC_EAGER" if eager else verified.get("reason", ""))
+            if gate is not None:
+                with clock.phase("quality", f"measuring on {gate.data.name}"):
+                    summary["quality"] = _judge(gate, graph, folder, "INFC_EAGER" if eager else verified.get("reason", ""))
+            if summary["quality"] is None: return
+            summary["quality"]["layers"] = per_layer.with_kernels(
+                summary["quality"]["layers"], programs[0], [*store.kernels.values()], [*pays.outcomes.values()] if pays else [],
+                wide_bytes=2 if options.dtype == "bf16" else 4, read_gb_s=verified.get("read_gb_s"))
             amend(folder, {**parts.report, **summary}, compile_gate.info(summary["quality"]))
 
         write(path, parts, force=options.force, check=check)

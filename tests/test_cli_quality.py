@@ -75,6 +75,9 @@ def test_a_quantized_compile_is_measured_and_says_so(measured: tuple[Path, dict]
     assert found["data"] == "heldout.txt (travels with infc)"
     assert all(0 < layer["error"] < 0.02 for layer in found["layers"]) and 8.5 <= found["bits_per_weight"] < 8.6
     assert json.loads((path / "report.json").read_text())["quality"] == found
+    for layer in found["layers"]:                                                     # groups of 32 of int8 and an f16; padding beside
+        assert layer["bytes"] >= layer["values"] * 8.5 / 8 and "_q8_" in layer["kernel"]
+        assert layer["wide_predicted_us"] / layer["predicted_us"] == pytest.approx(2 * layer["values"] / layer["bytes"])
     shown = json.loads(infc("inspect", path, "--json").stdout)["manifest"]["quality"]
     assert shown["verified"] and shown["kl"] == found["kl"] and shown["limits"] == found["limits"]
     assert infc("verify", path).returncode == 0                                       # hashes hold after what was added
@@ -97,6 +100,8 @@ def test_unverified_goes_on_and_is_recorded(tmp_path: Path):
     made = infc(*COMPILE, "--quant", "w4", "--unverified", "-o", tmp_path / "a.infc")
     assert made.returncode == 0, made.stderr
     shown = json.loads(infc("inspect", tmp_path / "a.infc", "--json").stdout)["manifest"]["quality"]
+    rows = json.loads((tmp_path / "a.infc" / "report.json").read_text())["quality"]["layers"]
+    assert rows and all("_q4_" in row["kernel"] or "_q8_" in row["kernel"] for row in rows)
     assert shown["verified"] is False and "kl" not in shown and "unverified" in infc("inspect", tmp_path / "a.infc").stdout
     compared = infc("quality", "compare", tmp_path / "a.infc", tmp_path / "a.infc")
     refused(compared, "nothing was measured when it was compiled", "infc quality")
