@@ -8,16 +8,19 @@ The costs of an artifact are plain data, report.json["costs"]:
 
 where flops and the three kinds of bytes are formulas over the live sizes of a step (compiler.phases).
 """
+import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ...runtime.program import ITEM_BYTES
 from ..errors import UserError
 from .peaks import Peaks
 from .phases import BLOCK, Load, Phase, decode, prefill, value
 
-__all__ = ["Change", "Costs", "Load", "Moved", "Peaks", "Phase", "Prediction", "decode", "kind_of", "moved", "phase_seconds", "predict",
-           "predict_load", "prefill", "program_of", "roofline_points", "steps_of", "streams"]
+__all__ = ["Change", "Costs", "Load", "Moved", "Peaks", "Phase", "Prediction", "bits_of", "decode", "kind_of", "moved", "phase_seconds",
+           "predict", "predict_load", "prefill", "program_of", "roofline_points", "steps_of", "streams"]
 
 Costs = Mapping[str, Any]
 KINDS = ("weights", "kv", "activations")
@@ -55,10 +58,10 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Change:
-    """A machine or a model that is not there: factors on times and bytes, for the bound of a lever."""
+    """A machine or a model that is not there, for the bound of a lever."""
 
-    weights: float = 1.0            # bytes of weights
-    kv: float = 1.0                 # bytes of the KV cache
+    weight_bits: float = math.inf   # of a product's or a table's value, at most
+    kv_bits: float = math.inf       # of a cached value that attention reads, at most
     barrier: float = 1.0
     free: frozenset[str] = frozenset()      # kinds of step that vanish, each with its barrier
 
@@ -121,14 +124,15 @@ def predict(kernel: Mapping[str, Any], load: Load, peaks: Peaks, *, streams: boo
 def _product(kernel: Mapping[str, Any], m: Moved, peaks: Peaks, streams: bool, change: Change) -> tuple[float, float]:
     """Seconds of reading the weights, and of multiplying."""
     rate = peaks.read_gb_s if streams else peaks.weight_cache_gb_s
-    return m.weights * change.weights / 1e9 / rate, m.flops / 1e9 / _of(peaks.product_gflop_s, kernel)
+    return m.weights * _share(kernel, change.weight_bits) / 1e9 / rate, m.flops / 1e9 / _of(peaks.product_gflop_s, kernel)
 
 
 def _attention(kernel: Mapping[str, Any], m: Moved, load: Load, peaks: Peaks, streams: bool, change: Change) -> tuple[float, float]:
     """Seconds of reading old keys and values from memory, and of the arithmetic and this step's own, which a step ago were written."""
     fresh = min(1.0, load.dims["T"] / max(1, load.keys())) if streams else 1.0
-    memory = m.kv * (1 - fresh) * change.kv / 1e9 / peaks.kv_read_gb_s
-    return memory, m.flops / 1e9 / _of(peaks.attention_gflop_s, kernel) + m.kv * fresh * change.kv / 1e9 / peaks.key_cache_gb_s
+    kv = m.kv * _share(kernel, change.kv_bits)
+    memory, cached = kv * (1 - fresh) / 1e9 / peaks.kv_read_gb_s, kv * fresh / 1e9 / peaks.key_cache_gb_s
+    return memory, m.flops / 1e9 / _of(peaks.attention_gflop_s, kernel) + cached
 
 
 def _rows(kernel: Mapping[str, Any], m: Moved, load: Load, peaks: Peaks, streams: bool, change: Change) -> float:
@@ -136,8 +140,7 @@ def _rows(kernel: Mapping[str, Any], m: Moved, load: Load, peaks: Peaks, streams
     tokens, sequences = load.dims["T"], load.dims["N"]
     rate = peaks.scan_gb_s if kernel["kind"] == "sample" else peaks.thread_cache_gb_s if tokens == 1 else peaks.cache_gb_s
     scattered = min(tokens, sequences + tokens // BLOCK) / tokens if streams else 0.0
-    seconds = m.weights * change.weights / 1e9 / (peaks.read_gb_s if streams else rate)
-    seconds += m.kv * change.kv * scattered / 1e9 / peaks.kv_write_gb_s
+    seconds = m.weights / 1e9 / (peaks.read_gb_s if streams else rate) + m.kv * scattered / 1e9 / peaks.kv_write_gb_s
     return seconds + (m.kv * (1 - scattered) + m.activations) / 1e9 / rate
 
 
@@ -146,10 +149,22 @@ def _of(rates: Mapping[str, float], kernel: Mapping[str, Any]) -> float:
     return rates.get(kernel["dtype"], rates["bf16"])
 
 
-def streams(costs: Costs, load: Load, peaks: Peaks, change: Change = Change()) -> bool:
+def bits_of(kernel: Mapping[str, Any]) -> int:
+    """Bits of a value that decides a kernel's bytes: of its weight, of attention's cache. 32 where that is neither float nor code."""
+    dtype = kernel["dtype"]
+    coded = re.match(r"w(\d+)a", dtype)
+    return int(coded[1]) if coded else 8 * ITEM_BYTES.get(dtype, 4)
+
+
+def _share(kernel: Mapping[str, Any], bits: float) -> float:
+    """What is left of a kernel's weights or keys with at most so many bits a value."""
+    return min(1.0, bits / bits_of(kernel))
+
+
+def streams(costs: Costs, load: Load, peaks: Peaks) -> bool:
     """Do the weights and the cached keys of one step exceed the last cache?"""
     kv = costs["kv_bytes_per_token"] * load.keys()
-    return costs["weight_bytes"] * change.weights + kv * change.kv > peaks.llc_bytes
+    return costs["weight_bytes"] + kv > peaks.llc_bytes
 
 
 def predict_load(costs: Costs, load: Load, peaks: Peaks, change: Change = Change()) -> list[Prediction]:

@@ -19,8 +19,7 @@ def cause(row: Mapping[str, Any], read_gb_s: float) -> str:
     each = row["measured_s"] / row["calls"]
     if row["kind"] == "aten": return "a call of torch, which has no kernel here: `infc compile --strict` names it"
     if row["ratio"] < LOW: return "faster than predicted: its data were still in a cache, or the kept peaks were taken on a busy machine"
-    if row["dtype"] in ("i8", "u8", "i4") and row["bound"] == "compute":
-        return "weights are dequantized: no low-bit kernel for this format here"
+    if row["op"].startswith("infc.dequantize"): return "weights are dequantized: no low-bit kernel for this format here"
     if each < SHORT_S: return "imbalance: so short a step mostly waits for its slowest thread"
     if row["kind"] == "attention" and row["bound"] == "memory": return "KV-bound: scattered blocks of the cache come from memory"
     if row["kind"] == "gather": return "rows of a packed table lie scattered: more is read than is used"

@@ -2,13 +2,12 @@
 from collections.abc import Iterable
 from typing import Any
 
-from .cost import Change, Costs, Phase, decode, phase_seconds
+from .cost import Change, Costs, Phase, bits_of, decode, phase_seconds
 from .peaks import Peaks
 
 WORTH = 1.05
 """A lever that cannot give this is not worth the work: machines and measurements differ by as much."""
 
-ITEM = {"f32": 4, "fp32": 4, "bf16": 2, "f16": 2, "i8": 1}
 GLUE = frozenset({"rows", "loop", "gather", "aten"})        # what is neither a product, nor attention, nor sampling
 
 
@@ -16,13 +15,13 @@ def bounds(costs: Costs, phases: Iterable[Phase], peaks: Peaks) -> list[dict[str
     """[{"lever", "phase", "ratio", "worth", "sentence"}]: every lever at every phase.
 
     Each is the predicted time with what the lever saves gone and nothing added: no dequantization, no scales, no fused kernel that
-    is slower. Quantized weights are still multiplied in bf16 (weight-only formats), so a product bound by arithmetic gains nothing.
+    is slower. Quantized weights are multiplied as fast as those there are (weight-only formats), so a product bound by arithmetic gains
+    nothing. A format that everything has already is left out.
     """
-    weight = ITEM[costs["dtype"]]
-    cache = next((ITEM[k["dtype"]] for k in costs["kernels"] if k["kind"] == "attention"), weight)
-    changes = (
-        ("weight int8", Change(weights=1 / weight)), ("weight int4", Change(weights=0.5 / weight)), ("KV int8", Change(kv=1 / cache)),
-        ("fusion left", Change(free=GLUE)), ("graph replay", Change(barrier=0.0)))
+    weight, cache = (max((bits_of(k) for k in costs["kernels"] if k["kind"] == kind), default=0) for kind in ("product", "attention"))
+    changes = [(f"weight int{bits}", Change(weight_bits=bits)) for bits in (8, 4) if bits < weight]
+    changes += [("KV int8", Change(kv_bits=8))] if cache > 8 else []
+    changes += [("fusion left", Change(free=GLUE)), ("graph replay", Change(barrier=0.0))]
     out = []
     for phase in phases:
         now = phase_seconds(costs, phase, peaks)

@@ -111,8 +111,8 @@ def test_kinds_and_fixed_times():
 
 def test_changes_take_bytes_barriers_and_steps_away():
     load = Load((1,), (9,), 1)
-    assert predict(LINEAR, load, PEAKS, streams=True, change=Change(weights=0.5)).memory_s == pytest.approx(0.05)
-    assert predict(ATTENTION, load, PEAKS, streams=True, change=Change(kv=0.5)).memory_s == pytest.approx(0.9)
+    assert predict(LINEAR, load, PEAKS, streams=True, change=Change(weight_bits=8)).memory_s == pytest.approx(0.05)
+    assert predict(ATTENTION, load, PEAKS, streams=True, change=Change(kv_bits=8)).memory_s == pytest.approx(0.9)
     assert predict(LINEAR, load, PEAKS, streams=True, change=Change(barrier=0)).barrier_s == pytest.approx(2e-6)
     assert predict(LINEAR, load, PEAKS, streams=True, change=Change(free=frozenset({"product"}))).seconds == 0
 

@@ -42,9 +42,23 @@ def test_sentences_say_when_it_is_not_worth_it():
 
 
 def test_an_fp32_model_has_more_to_gain():
-    wide = MADE_UP | {"dtype": "fp32"}
+    wide = MADE_UP | {"kernels": [k | {"dtype": "f32"} for k in MADE_UP["kernels"]]}
     four = next(b for b in bounds(wide, [decode(1, 9)], PEAKS) if b["lever"] == "weight int8")
     assert four["ratio"] > found("weight int8", decode(1, 9))["ratio"]
+
+
+def test_what_is_quantized_already_is_no_lever():
+    """Int8 weights can become int4; with a wide product beside them, int8 saves what that one has; an int8 cache is as small as it gets."""
+    phase, (linear, attention, rows) = decode(1, 9), MADE_UP["kernels"]
+    coded = MADE_UP | {"kernels": [linear | {"dtype": "w8a16"}, attention | {"dtype": "u8"}, rows]}
+    found = {b["lever"]: b["ratio"] for b in bounds(coded, [phase], PEAKS)}
+    now = phase_seconds(coded, phase, PEAKS)
+    assert "weight int8" not in found and "KV int8" not in found
+    assert found["weight int4"] == pytest.approx(now / (now - 0.05), rel=1e-4)
+    both = coded | {"kernels": [*coded["kernels"], linear], "steps": {name: [*steps, 3] for name, steps in coded["steps"].items()}}
+    found, now = {b["lever"]: b["ratio"] for b in bounds(both, [phase], PEAKS)}, phase_seconds(both, phase, PEAKS)
+    assert found["weight int8"] == pytest.approx(now / (now - 0.05), rel=1e-4)
+    assert found["weight int4"] == pytest.approx(now / (now - 0.05 - 0.075), rel=1e-4)
 
 
 def test_levers_are_tried_at_the_ends_of_what_the_model_takes():

@@ -127,12 +127,12 @@ def test_another_machines_artifact_is_not_predicted(monkeypatch: pytest.MonkeyPa
 
 
 def row(**changes: Any) -> dict[str, Any]:
-    return {"name": "k", "kind": "product", "dtype": "bf16", "calls": 10, "measured_s": 1.0, "ratio": 2.0, "bound": "memory",
+    return {"name": "k", "op": "infc.linear", "kind": "product", "dtype": "bf16", "calls": 10, "measured_s": 1.0, "ratio": 2.0, "bound": "memory",
             "weights": 2e9, "kv": 0.0, "activations": 1e3} | changes
 
 
 @pytest.mark.parametrize(("changes", "said"), [
-    ({"kind": "aten"}, "no kernel"), ({"ratio": 0.5}, "faster than predicted"), ({"dtype": "i4", "bound": "compute"}, "dequantized"),
+    ({"kind": "aten"}, "no kernel"), ({"ratio": 0.5}, "faster than predicted"), ({"op": "infc.dequantize"}, "dequantized"),
     ({"measured_s": 1e-5}, "imbalance"), ({"kind": "attention"}, "KV-bound"), ({"kind": "gather"}, "scattered"),
     ({}, "it reads at 2.0 of 10.0 GB/s"),
     ({"kind": "rows", "activations": 3e9}, "pushed out of the caches: they come at 3.0"),
