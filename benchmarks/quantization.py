@@ -46,7 +46,7 @@ ROWS = {
                 ("w8", "rtn"), ("w8", "rtn", "int8"), ("w8:g128", "rtn"), ("w8:channel", "rtn"), ("w8a8", "rtn"), ("w8a8", "smooth"),
                 ("w8a8:token", "rtn"), ("w8a8:token", "smooth"), ("w4:asym", "rtn"),
                 *((scheme, method) for scheme in ("w4", "w4:g128", "w4:g128:asym") for method in ("rtn", "mse", "awq", "gptq")),
-                ("w4a8", "rtn"), ("w4a8", "gptq")],
+                ("w4a8", "rtn"), ("w4", "tuned"), ("w4a8", "gptq")],
     "minilm": [("fp32", ""), ("w8", "rtn"), ("w8a8", "rtn"), ("w8a8:token", "rtn"),
                *((scheme, method) for scheme in ("w4", "w4:asym", "w4:g128", "w4:g128:asym") for method in ("rtn", "mse", "awq", "gptq")),
                ("w4a8", "gptq")],

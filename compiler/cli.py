@@ -74,7 +74,7 @@ def compile_model(
     ] = None,
     search_for: Annotated[Literal["bytes", "time"], typer.Option(help="what a search makes least: weights, or a decode step")] = "bytes",
     quant_method: Annotated[
-        str, typer.Option(help="how codes are chosen: rtn, mse; by a text: awq, gptq, smooth; auto: rtn for 8 bits, gptq for 4")
+        str, typer.Option(help="how codes are chosen: rtn, mse; by a text: awq, gptq, tuned, smooth; auto: rtn for 8 bits, gptq for 4")
     ] = "auto",
     calib: Annotated[
         Path | None, typer.Option(help="text to choose codes on [default: the one that travels with infc]", show_default=False)

@@ -18,9 +18,13 @@ from .rounding import Quantized, bounded, least_squares, round_to_nearest
 from .scheme import Scheme
 from .sequential import Choice, in_order
 from .statistics import Inputs, Window, collect
+from .tune import tuned
 
 WINDOWS = 16
 """Windows of a calibration text that are read, text.LENGTH tokens each."""
+
+TUNED = 48
+"""Windows that scales are tuned on, a step each."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class Method:
     plain: Callable[[Tensor, Scheme, str], Quantized] = least_squares            # by the weight alone
     factors: awq.Factors | None = None                                           # what smooth_channels may move into the weight
     in_order: Choice | None = None                       # by what it is multiplied with after the codes of those before it
+    tuned: bool = False                                  # and then the scales of all together, by gradient
 
 
 def _by_size_of_inputs(w: Tensor, scheme: Scheme, name: str, inputs: Inputs) -> Quantized:
@@ -44,6 +49,7 @@ METHODS = {
     "awq": Method("columns with large inputs scaled up, then the range with the least error for these inputs", _by_size_of_inputs,
                   factors=awq.activation_aware),
     "gptq": Method("each column's error made up for by the others", in_order=gptq),
+    "tuned": Method("gptq, then the scales of all weights together by gradient", in_order=gptq, tuned=True),
     "smooth": Method("outliers of the inputs moved into the weight, then to the nearest code", plain=round_to_nearest,
                      factors=awq.outliers_moved),
 }
@@ -115,21 +121,26 @@ class Plan:
             own[weight] = self.quantize(graph.weights[name], schemes[weight], name, inputs.get(name))
         yield from own.items()
         for choose in dict.fromkeys(ordered.values()):
-            yield from in_order(before, schemes, found | own, self.windows(before), choose)
+            chosen = in_order(before, schemes, found | own, self.windows(before), choose)
+            if self.method in METHODS and METHODS[self.method].tuned:
+                made = dict(chosen)
+                yield from tuned(before, found | own | made, made, self.windows(before, TUNED)).items()
+            else:
+                yield from chosen
 
     def inputs(self, graph: Graph, weights: Sequence[fx.Node]) -> dict[str, Inputs]:
         """What products multiply each weight with on the calibration text. UserError where there is no such text."""
         return collect(graph, weights, self.windows(graph))
 
-    def windows(self, graph: Graph) -> Sequence[Window]:
-        """Of the calibration text. UserError where the model cannot read it."""
+    def windows(self, graph: Graph, count: int = WINDOWS) -> Sequence[Window]:
+        """Of the calibration text, at most `count` out of a file. UserError where the model cannot read it."""
         if not isinstance(self.calibration, Path): return self.calibration
         name, tokenizer = str(graph.meta.get("name", "the model")), graph.meta.get("tokenizer_json")
         if not tokenizer:
             raise UserError(f"{name} has no tokenizer to read a calibration text with, which --quant-method {self.method} looks at: "
                             f"choose {' or '.join(blind())}")
         length = min(text.LENGTH, int(graph.meta["max_positions"]))
-        return text.windows(self.calibration, tokenizer, name, count=WINDOWS, length=length).windows
+        return text.windows(self.calibration, tokenizer, name, count=count, length=length).windows
 
     def quantize(self, w: Tensor, scheme: Scheme, name: str, inputs: Inputs | None = None) -> Quantized:
         """Codes and scales of one weight f32 [N, K]. UserError where a value is not finite."""

@@ -9,7 +9,7 @@ corrects the estimate. Nothing is drawn at random: the same model, text and limi
 """
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,7 @@ def search(
     weights = [weight for weight, reason in matrices(graph).items() if not reason]
     if not weights: raise UserError("no weight of this model can be quantized, so there are no formats to search")
     windows = _windows(graph, plan)
-    trial = _Trial(graph, plan)
+    trial = _Trial(graph, replace(plan, method="gptq") if plan.method == "tuned" else plan)    # tuned once, by the compile
     options, sensitivity = _options(trial, weights, windows[0], candidates, goal, wide_bytes, progress)
     moves = [*_moves(options)]
     judge = _Judge(trial, windows, limits)

@@ -127,8 +127,8 @@ def test_another_machines_artifact_is_not_predicted(monkeypatch: pytest.MonkeyPa
 
 
 def row(**changes: Any) -> dict[str, Any]:
-    return {"name": "k", "op": "infc.linear", "kind": "product", "dtype": "bf16", "calls": 10, "measured_s": 1.0, "ratio": 2.0, "bound": "memory",
-            "weights": 2e9, "kv": 0.0, "activations": 1e3} | changes
+    return {"name": "k", "op": "infc.linear", "kind": "product", "dtype": "bf16", "calls": 10, "measured_s": 1.0, "ratio": 2.0,
+            "bound": "memory", "weights": 2e9, "kv": 0.0, "activations": 1e3} | changes
 
 
 @pytest.mark.parametrize(("changes", "said"), [
