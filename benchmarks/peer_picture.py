@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 OURS, THEIRS = "#d1495b", "#8d99ae"
+SHORT = 0.15
+"""Of the longest bar: a shorter one has its figure beside it, where there is room."""
 
 
 def draw(peers: Sequence[Mapping[str, Any]], workload: Mapping[str, Any], path: Path) -> None:
@@ -32,14 +34,15 @@ def draw(peers: Sequence[Mapping[str, Any]], workload: Mapping[str, Any], path: 
         for place, median, s in zip(places, medians, spreads, strict=True):
             if s["samples"]:
                 axis.plot([min(s["samples"]), max(s["samples"])], [place, place], color="#222", linewidth=0.8)
+            short = median < SHORT * max(medians)
             axis.annotate(
-                f"{median:.0f}" if median >= 10 else f"{median:.2f}",
-                (0, place),
+                "-" if not s["samples"] else f"{median:.0f}" if median >= 10 else f"{median:.2f}",
+                (max([median, *s["samples"]]) if short else 0, place),
                 (4, 0),
                 textcoords="offset points",
                 va="center",
                 fontsize=8,
-                color="white",
+                color="#222" if short else "white",
                 fontweight="bold",
             )
         axis.set_title(title, fontsize=9)
