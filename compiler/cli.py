@@ -118,7 +118,8 @@ def compile_model(
         options = driver.Options(
             target, dtype, allow, check, _counts("buckets", buckets) if buckets else driver.BUCKETS, max_sequences=max_sequences,
             strict=strict, dump=dump, dump_asm=dump_asm, force=force, reuse=reuse, keep_going=keep_going,
-            quant=quant or ("auto" if limits and kv_quant == "none" else "none"), candidates=candidates or driver.Options.candidates,
+            quant=("auto" if limits and kv_quant == "none" else "none") if quant is None else quant,
+            candidates=driver.Options.candidates if candidates is None else candidates,
             search_for=search_for, quant_method=quant_method, calib=calib, kv_quant=kv_quant, data=data, quality=limits,
             unverified=unverified, keep_slow=keep_slow, expect=misses.counts(expect or (), passes.PIPELINE))
         result = driver.compile(model, output, options=options, on_event=report).json()

@@ -172,7 +172,7 @@ def quality(report: Mapping[str, Any]) -> None:
             score = report[name]
             facts[name] = (f"skipped: {report['skipped'][name]}" if score is None else
                            f"{score['right']} of {score['asked']} {about}, the reference {score['reference_right']}; "
-                           f"of the reference's {100 * score['share']:.0f} % kept")
+                           + ("nothing to keep" if score["share"] is None else f"of the reference's {100 * score['share']:.0f} % kept"))
     pairs("quality", facts)
 
 

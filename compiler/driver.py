@@ -42,7 +42,7 @@ from .ir import Graph, text
 from .pipeline import PassResult, PipelineReport, run_pipeline
 from .placement import Placement, Unit, place
 from .quality import compile_gate, limits, per_layer
-from .quality.text import CALIBRATION
+from .quality.text import CALIBRATION, HELD_OUT
 from .quality.text import read as read_text
 from .quant import recipe, search
 from .quant.kv import parse_kv
@@ -170,6 +170,7 @@ def compile(
     if not isinstance(model, (str, Path, torch.nn.Module, Graph)):
         raise UserError(f"a model's name, a path or a torch.nn.Module is expected, not {type(model).__name__}")
     target = targets.find(options.target)
+    _check_activations(options, target)
     backend = _backend(target.kind)
     toolchain = backend.toolchain(target.isa)
     listen = on_event or (lambda event: None)
@@ -367,6 +368,8 @@ def _check(options: Options) -> None:
         raise UserError("--candidates and --search-for are about a search for formats: give --quality and no --quant, or --quant auto")
     if options.quant != "none" and options.allow != "approximate":
         raise UserError(f"--allow {options.allow} forbids --quant {options.quant}, which is approximate: choose one of them")
+    if options.quant == "none" and options.quant_method != Options.quant_method:
+        raise UserError(f"--quant-method {options.quant_method} chooses codes, and nothing is quantized: add --quant, or leave it out")
     if options.keep_slow and options.quant == "none":
         raise UserError("--keep-slow keeps formats that are slower than what they replace, and nothing is quantized: leave it out")
     _check_calibration(options)
@@ -439,10 +442,26 @@ def _plan(options: Options) -> Plan | None:
     return None if asked is None else Plan(asked, options.quant_method, options.calib or CALIBRATION)
 
 
-def _check_calibration(options: Options) -> None:
-    if options.calib is None: return
+def _check_activations(options: Options, target: targets.Target) -> None:
+    """UserError for formats that no kernel of the target multiplies: a product of codes on a CPU is one of integers."""
     plan = _plan(options)
-    if plan is None or not (plan.reads_text or (options.quant == AUTO and options.quant_method not in blind())):
+    asked = [] if plan is None else [line.choice for line in plan.asked.lines] if isinstance(plan.asked, recipe.Recipe) else [plan.asked]
+    if options.quant == AUTO: asked = search.parse_candidates(options.candidates)
+    wide = next((choice for choice in asked if choice is not None and choice.act_bits == 0), None)
+    if wide is not None and target.kind == "cpu":
+        raise UserError(f"{wide} leaves activations wide, and products of codes on a CPU are of integers: write "
+                        f"{str(wide).replace('a32', '')} (activations in 16 bits, finer than bf16) or a8")
+
+
+def _check_calibration(options: Options) -> None:
+    plan = _plan(options)
+    reads = plan is not None and (plan.reads_text or (options.quant == AUTO and options.quant_method not in blind()))
+    chosen_on, measured_on = (options.calib or CALIBRATION), (options.data or HELD_OUT)
+    given = [path for path in (chosen_on, measured_on) if path.is_file()]
+    if reads and not options.unverified and len({path.read_bytes() for path in given}) < len(given):
+        raise UserError(f"scales would be chosen on {chosen_on.name} and measured on the same text: name another with --calib or --data")
+    if options.calib is None: return
+    if not reads:
         raise UserError(f"--calib does nothing for --quant {options.quant} with --quant-method {options.quant_method}: name a method that "
                         f"looks at a text ({', '.join(name for name in METHODS if name not in blind())}), or leave it out")
     read_text(options.calib)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from infc.compiler.quality.text import HELD_OUT
 from infc.runtime import manifest
 from tiny_artifact import INFC, infc, process, tiny
 
@@ -316,7 +317,13 @@ def test_options_that_cancel_each_other(tmp_path: Path):
     cases = [(("compile", "tiny", "-o", tmp_path / "a", "--keep-going", "--check", "off"), "choose one of them"),
              (("explain", "tiny", "--pass", "fuse_rope", "--measured"), "ask for one of them"),
              (("explain", "tiny", "--pass", "narrow_dtype", "--dtype", "fp32"), "it is for --dtype bf16"),
-             (("explain", "tiny", "--pass", "quantize_weights"), "it is for --quant")]
+             (("explain", "tiny", "--pass", "quantize_weights"), "it is for --quant"),
+             (("compile", "tiny", "-o", tmp_path / "a", "--quant-method", "gptq"), "nothing is quantized"),
+             (("compile", "tiny", "-o", tmp_path / "a", "--quant", ""), "unknown quantization ''"),
+             (("compile", "tiny", "-o", tmp_path / "a", "--quant", "w4:g64:channel"), "says which group twice"),
+             (("compile", "tiny", "-o", tmp_path / "a", "--quant", "w8:asym:asym"), "says asym twice"),
+             (("compile", "tiny", "-o", tmp_path / "a", "--quant", "w8a32"), "write w8 (activations in 16 bits"),
+             (("compile", "tiny", "-o", tmp_path / "a", "--quant", "w4", "--calib", HELD_OUT), "measured on the same text")]
     for command, said in cases:
         done = infc(*command)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1) and said in done.stderr, done.stderr

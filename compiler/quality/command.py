@@ -104,7 +104,8 @@ def load_report(path: Path) -> dict[str, Any]:
     try:
         report = json.loads(path.read_text("utf-8"))
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({(error.strerror or str(error)).lower()})") from error
+        raise UserError(f"{path}: cannot be read ({(error.strerror or str(error)).lower()}); give an artifact, or what "
+                        "`infc quality ARTIFACT -o FILE` wrote") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: is no JSON ({error}); give an artifact, or what `infc quality ARTIFACT -o FILE` wrote") from error
     missing = next((name for name in (*MUST_AGREE, "ppl") if not isinstance(report, dict) or name not in report), None)

@@ -172,7 +172,9 @@ def judge(found: Mapping[str, Any], limits: Sequence[Limit], layers: Sequence[La
         limits = [*limits, Limit("layer", BROKEN_LAYER)]
     for limit in limits:
         if known[limit.metric] is None:
-            reason = found.get("skipped", {}).get(limit.metric, "no weight is held as codes")
+            nothing = f"the captured model gets none of {found[limit.metric]['asked']} right" if found.get(limit.metric) else (
+                "no weight is held as codes")
+            reason = found.get("skipped", {}).get(limit.metric, nothing)
             raise UserError(f"--quality limits {limit.metric}, which cannot be measured here: {reason}")
     lines = broken(limits, {name: value for name, value in known.items() if value is not None}, found["reference_ppl"])
     if lines:

@@ -1,4 +1,5 @@
 """Limits of quality: `ppl<=+1%`, `kl<=0.02`, several with commas between them."""
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -60,8 +61,8 @@ def parse(text: str) -> list[Limit]:
 
 def _one(part: str, text: str) -> Limit:
     found = _LIMIT.fullmatch(part)
-    if not found:
-        raise UserError(f"--quality {text!r}: {part.strip()!r} is no limit; write METRIC<=NUMBER, like ppl<=+1% or kl<=0.02")
+    if not found or not math.isfinite(float(found["number"])):
+        raise UserError(f"--quality {text!r}: {part.strip()!r} is no limit; write METRIC<=NUMBER, a finite one, like ppl<=+1% or kl<=0.02")
     metric = found["metric"]
     if metric not in METRICS:
         raise UserError(f"--quality {text!r}: unknown metric {metric!r}; {nearest(metric, METRICS)}")

@@ -43,11 +43,11 @@ class Score:
     kept: int
 
     @property
-    def share(self) -> float:
-        """Of what the captured model can do, what ours keeps; 1 where it can do nothing."""
-        return self.kept / self.reference_right if self.reference_right else 1.0
+    def share(self) -> float | None:
+        """Of what the captured model can do, what ours keeps; None where it can do nothing."""
+        return self.kept / self.reference_right if self.reference_right else None
 
-    def json(self) -> dict[str, float]:
+    def json(self) -> dict[str, float | None]:
         """Plain data."""
         return asdict(self) | {"share": self.share}
 

@@ -200,7 +200,8 @@ def from_text(text: str, name: str) -> Recipe:
     if root is None: raise UserError(f"{name}: is empty; a recipe begins with format: {FORMAT}, then layers:")
     top = dict(_pairs(root, name, "a recipe"))
     for key, value in top.items():
-        if key not in KEYS: raise UserError(f"{_at(name, value)}: unknown key {key!r}; {nearest(key, KEYS)}")
+        if key not in KEYS: raise UserError(f"{_at(name, value)}: unknown key {key!r}; {nearest(key, KEYS)}; a recipe begins with "
+                                            f'format: {FORMAT}, then layers: and a list of lines like - "model.layers.*.mlp.*": w4')
     missing = next((key for key in KEYS if key not in top), None)
     if missing: raise UserError(f"{name}: has no {missing}:; a recipe begins with format: {FORMAT}, then layers:")
     version = _scalar(top["format"], name, "format")

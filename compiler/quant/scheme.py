@@ -10,7 +10,7 @@ GROUPS = (32, 64, 128)
 ACT_GROUP = 32
 """Of activations: a scale per token alone costs 8 points of top-1 agreement on SmolLM2 (per-channel int8 weights)."""
 
-SPELLING = "w8 or w4, then a8 or a16, then :g32 :g64 :g128 or :channel, then :asym; like w8, w8a8, w4:g128, w4a8:g64:asym"
+SPELLING = "w8 or w4, then a8 or a16, then :g32 :g64 :g128 or :channel, then :token, then :asym; like w8, w8a8, w4:g128, w4a8:g64:asym"
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,13 @@ def parse(text: str) -> Scheme | None:
     found = _SCHEME.fullmatch(text)
     if not found: raise UserError(f"unknown quantization {text!r}: write {SPELLING}")
     scheme = Scheme(int(found["bits"]), act_bits={"8": 8, "32": 0}.get(found["acts"] or "", 16))
-    for part in found["rest"].split(":")[1:]:
+    parts = found["rest"].split(":")[1:]
+    kinds = ["group" if part[0] == "g" or part == "channel" else part for part in parts]
+    twice = next((part for part, kind in zip(parts, kinds, strict=True) if kinds.count(kind) > 1), None)
+    if twice:
+        what = twice if twice in ("asym", "token") else "which group"
+        raise UserError(f"quantization {text!r} says {what} twice: keep one of them")
+    for part in parts:
         if part == "asym": scheme = replace(scheme, symmetric=False)
         elif part == "channel": scheme = replace(scheme, group=0)
         elif part == "token": scheme = replace(scheme, act_group=0)

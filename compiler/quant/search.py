@@ -44,6 +44,7 @@ WINDOWS = 12                       # of calibration text, that the whole model i
 LEAST = 1e-12                      # nats: fp32 may find no KL at all, yet wide is better than rounded
 FEWEST = 3                         # windows that a judgement needs
 GUESSES = 3                        # measurements where the corrected estimates say, before the halving
+LARGE = 0.5                        # of the KL that limits allow: a move that costs as much is no step among many
 FINE = 0.002                       # of all bytes: what is not worth another measurement
 
 Progress = Callable[[str, float], None]
@@ -92,11 +93,11 @@ def search(
     options, sensitivity = _options(trial, weights, windows[0], candidates, goal, wide_bytes, progress)
     moves = [*_moves(options)]
     judge = _Judge(trial, windows, limits)
-    best, figures = _bisect(judge, options, moves, progress)
-    chosen = _made(options, moves[:best])
+    walk = _Walk(judge, options, progress)
+    chosen = _made(options, walk.down(moves))
     found = {path: option.scheme for weight, option in chosen.items() for path in paths(weight)}
     stored = sum(_stored(weight, option.scheme, wide_bytes) for weight, option in chosen.items())
-    return Found(written(found), round(stored), figures, judge.measured, sensitivity)
+    return Found(written(found), round(stored), walk.figures, judge.measured, sensitivity)
 
 
 def check(limits: Sequence[Limit], goal: str) -> None:
@@ -347,46 +348,73 @@ def shifted(comparison: Comparison, spare: float) -> dict[str, float]:
     }
 
 
-def _bisect(
-    judge: _Judge, options: Mapping[fx.Node, Sequence[Option]], moves: Sequence[Move], progress: Progress,
-) -> tuple[int, Figures | None]:
-    """(how many moves the limits allow, the figures with them made; None where nothing is rounded: nothing was measured).
+@dataclass
+class _Walk:
+    """Down the moves as far as the limits allow, measuring."""
 
-    Begins where the estimates say, goes on where they say once corrected by what was measured, and ends where the moves that are left
-    to decide save less than FINE of all bytes.
-    """
-    figures: Figures | None = None
-    saved = [0.0, *accumulate(move.saves for move in moves)]
-    enough = FINE * sum(efficient(its)[0].bytes for its in options.values())
-    estimates = [*accumulate((move.costs for move in moves), initial=sum(efficient(its)[0].kl for its in options.values()))]
-    allowed, truth = _allowed(judge.limits), 1.0
+    judge: _Judge
+    options: Mapping[fx.Node, Sequence[Option]]
+    progress: Progress
+    figures: Figures | None = None                 # of the last measurement that kept the limits
+    truth: float = 1.0                             # measured KL over estimated
 
-    def holds(count: int) -> bool:
-        nonlocal figures, truth
-        share = count / (len(moves) + 1)
-        progress(f"measuring with {count} of {len(moves)} steps to fewer bytes", share)
-        chosen = {weight: option.scheme for weight, option in _made(options, moves[:count]).items() if option.scheme is not None}
-        kept_limits, now = judge.holds(chosen, lambda text: progress(text, share))
-        if now.kl and estimates[count] > LEAST: truth = now.kl / estimates[count]
-        if kept_limits: figures = now
-        elif count == 0:
-            raise UserError(f"no choice of these formats keeps {','.join(map(str, judge.limits))} with {SPARE:g} standard errors to spare "
-                            f"on {now.tokens} calibration tokens (ppl {now.ppl:.5g}, kl {now.kl:.3g}): give a wider limit, or put none "
-                            "among the candidates")
+    def __post_init__(self) -> None:
+        self.allowed = _allowed(self.judge.limits)
+        self.start = sum(efficient(its)[0].kl for its in self.options.values())
+        self.enough = FINE * sum(efficient(its)[0].bytes for its in self.options.values())
+
+    def down(self, moves: Sequence[Move]) -> list[Move]:
+        """The moves to make; figures stay None where none is made and nothing was rounded before.
+
+        A move that alone is more than LARGE of what is allowed, and does not fit, is left out with all that its weight has left, and the
+        rest goes on. No other is: each measurement more is one more that may hold by luck.
+        """
+        if self.start > 0 and not self._holds([], 0.0): self._refuse()
+        taken, rest = list[Move](), [*moves]
+        while rest:
+            count = self._longest(taken, rest)
+            taken += rest[:count]
+            if count == len(rest) or self.allowed is None or rest[count].costs * self.truth <= LARGE * self.allowed: break
+            blocked = rest[count].weight
+            rest = [move for move in rest[count + 1 :] if move.weight is not blocked]
+        return taken
+
+    def _longest(self, taken: Sequence[Move], rest: Sequence[Move]) -> int:
+        """How many of the rest the limits allow.
+
+        Begins where the estimates say, goes on where they say once corrected by what was measured, and ends where what is left to decide
+        saves less than FINE of all bytes.
+        """
+        saved = [0.0, *accumulate(move.saves for move in rest)]
+        estimates = [*accumulate((move.costs for move in rest), initial=self._estimate(taken))]
+        good, bad, step, guesses = 0, len(rest) + 1, max(1, len(rest) // 16), GUESSES
+        while bad - good > 1 and (bad > len(rest) or saved[bad - 1] - saved[good] > self.enough or good == 0):
+            if self.allowed is not None and guesses:
+                probe, guesses = sum(estimate * self.truth <= self.allowed for estimate in estimates) - 1, guesses - 1
+            elif bad > len(rest): probe, step = good + step, 2 * step            # not yet too far
+            elif good == 0: probe, step = bad - step, 2 * step                    # not yet near enough
+            else: probe = (good + bad) // 2
+            probe = min(max(probe, good + 1), bad - 1)
+            if self._holds([*taken, *rest[:probe]], probe / len(rest)): good = probe
+            else: bad = probe
+        return good
+
+    def _estimate(self, moves: Sequence[Move]) -> float:
+        return self.start + sum(move.costs for move in moves)
+
+    def _holds(self, moves: Sequence[Move], share: float) -> bool:
+        self.progress(f"measuring with {len(moves)} steps to fewer bytes", share)
+        chosen = {weight: option.scheme for weight, option in _made(self.options, moves).items() if option.scheme is not None}
+        kept_limits, now = self.judge.holds(chosen, lambda text: self.progress(text, share))
+        if now.kl and self._estimate(moves) > LEAST: self.truth = now.kl / self._estimate(moves)
+        self.last = now
+        if kept_limits: self.figures = now
         return kept_limits
 
-    if any(efficient(its)[0].kl > 0 for its in options.values()): holds(0)
-    good, bad, step, guesses = 0, len(moves) + 1, max(1, len(moves) // 16), GUESSES
-    while bad - good > 1 and (bad > len(moves) or saved[bad - 1] - saved[good] > enough or good == 0):
-        if allowed is not None and guesses:
-            probe, guesses = sum(estimate * truth <= allowed for estimate in estimates) - 1, guesses - 1
-        elif bad > len(moves): probe, step = good + step, 2 * step            # not yet too far
-        elif good == 0: probe, step = bad - step, 2 * step                    # not yet near enough
-        else: probe = (good + bad) // 2
-        probe = min(max(probe, good + 1), bad - 1)
-        if holds(probe): good = probe
-        else: bad = probe
-    return good, figures
+    def _refuse(self) -> None:
+        raise UserError(f"no choice of these formats keeps {','.join(map(str, self.judge.limits))} with {SPARE:g} standard errors to spare "
+                        f"on {self.last.tokens} calibration tokens (ppl {self.last.ppl:.5g}, kl {self.last.kl:.3g}): give a wider limit, "
+                        "or put none among the candidates")
 
 
 def _allowed(limits: Sequence[Limit]) -> float | None:

@@ -77,6 +77,13 @@ def test_the_same_limits_hold_without_the_fault(captured):
     judged(captured, replace(OPTIONS, quality="kl<=1e-3"))
 
 
+def test_what_the_captured_model_cannot_do_certifies_nothing():
+    """Of no right answers there is no share to keep, and a limit on it is refused."""
+    found = {"ppl": 2.0, "reference_ppl": 2.0, "kl": 0.0, "json": {"asked": 4, "right": 0, "reference_right": 0, "kept": 0, "share": None}}
+    with pytest.raises(UserError, match="limits json, which cannot be measured here: the captured model gets none of 4 right"):
+        gate.judge(found, limits.parse("json>=1"), [])
+
+
 def test_a_limit_that_the_format_misses_blames_the_format(captured):
     with pytest.raises(CheckFailed, match="no layer stands out: it is the format"):
         judged(captured, replace(OPTIONS, quant="w4:channel", quality="kl<=1e-5"))

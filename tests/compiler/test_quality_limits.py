@@ -35,7 +35,7 @@ def test_the_default_is_one():
     ("top1<=0.9", "a limit of top1 is written top1>=NUMBER"), ("kl<0.1", "is written kl<=NUMBER"), ("kl<=1%", "is in nats, not in %"),
     ("ppl<=1%", "a perplexity is limited as ppl<=+1%"), ("ppl<=+1", "a perplexity is limited as ppl<=+1%"),
     ("ppl<=-1%", "a perplexity is limited as"), ("kl<=+0.1", "a limit of kl has no sign"), ("top1>=1.5", "top1 is a share"),
-    ("top1>=150%", "top1 is a share"), ("kl<=0.1,kl<=0.2", "limits kl twice"),
+    ("top1>=150%", "top1 is a share"), ("kl<=0.1,kl<=0.2", "limits kl twice"), ("kl<=1e400", "a finite one"),
 ])
 def test_what_is_no_limit_is_refused(text: str, words: str):
     with pytest.raises(UserError, match=re.escape(words)) as refused:

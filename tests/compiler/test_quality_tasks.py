@@ -77,7 +77,7 @@ def test_retrieval_counts_what_the_reference_can_do():
     assert (score.asked, score.right, score.reference_right, score.kept) == (4, 3, 3, 2) and score.share == pytest.approx(2 / 3)
     assert [one["right"] for one in each] == [False, True, True, True]
     assert each[1]["logp"] > each[0]["logp"] and each[0]["reference_logp"] > each[3]["reference_logp"]
-    assert tasks.Score(4, 1, 0, 0).share == 1.0
+    assert tasks.Score(4, 1, 0, 0).share is None
 
 
 @given(ours=st.lists(st.integers(0, 3), min_size=1, max_size=6), theirs=st.lists(st.integers(0, 3), min_size=1, max_size=6),
