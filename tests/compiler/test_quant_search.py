@@ -14,7 +14,7 @@ from infc.compiler.errors import UserError
 from infc.compiler.frontends import capture
 from infc.compiler.ir import Graph
 from infc.compiler.quality import limits
-from infc.compiler.quality.metrics import Comparison, divergence
+from infc.compiler.quality.metrics import Comparison, Figures, divergence
 from infc.compiler.quant import search
 from infc.compiler.quant.matrices import matrices
 from infc.compiler.quant.plan import Plan
@@ -181,6 +181,26 @@ def test_no_other_choice_has_fewer_bytes_for_as_much_kl(every: list[list[Option]
         assert size <= min(sum(o.bytes for o in other) for other in product(*every) if sum(o.kl for o in other) <= spent + 1e-12)
     start = sum(efficient(its)[0].bytes for its in every)
     assert [*accumulate((m.saves for m in moves), lambda a, b: a - b, initial=start)][-1] == sum(efficient(its)[-1].bytes for its in every)
+
+
+@pytest.mark.parametrize("large", [0.9, 5.0])
+def test_a_weight_too_large_for_the_limit_does_not_end_the_search(large: float) -> None:
+    """The cheapest move by the byte costs more than all that is allowed: the weights after it still become what they may."""
+    coarse = Scheme(4)
+    options: Any = {"table": [Option(None, 1e6, 0.0), Option(coarse, 1.0, large)]}
+    options |= {f"w{i}": [Option(None, 100.0, 0.0), Option(coarse, 50.0, 0.1)] for i in range(20)}
+
+    class Judge:
+        limits, seen = limits.parse("kl<=1"), 0
+
+        def holds(self, chosen: Any, progress: Any) -> tuple[bool, Figures]:
+            self.seen += 1
+            kl = sum(large if weight == "table" else 0.1 for weight in chosen)
+            return kl <= 1, Figures(100, 1.0, 1.0, kl, kl, 1.0)
+
+    judge: Any = Judge()
+    taken = [move.weight for move in search._Walk(judge, options, lambda *_: None).down([*search._moves(options)])]
+    assert taken == (["table", "w0"] if large < 1 else [f"w{i}" for i in range(10)]) and judge.seen < 12
 
 
 # --------------------------------------------------------------------------------------------------------------- sensitivity
