@@ -445,8 +445,7 @@ def _plan(options: Options) -> Plan | None:
 def _check_activations(options: Options, target: targets.Target) -> None:
     """UserError for formats that no kernel of the target multiplies: a product of codes on a CPU is one of integers."""
     plan = _plan(options)
-    asked = [] if plan is None else [line.choice for line in plan.asked.lines] if isinstance(plan.asked, recipe.Recipe) else [plan.asked]
-    if options.quant == AUTO: asked = search.parse_candidates(options.candidates)
+    asked = search.parse_candidates(options.candidates) if options.quant == AUTO else [] if plan is None else plan.choices
     wide = next((choice for choice in asked if choice is not None and choice.act_bits == 0), None)
     if wide is not None and target.kind == "cpu":
         raise UserError(f"{wide} leaves activations wide, and products of codes on a CPU are of integers: write "

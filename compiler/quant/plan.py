@@ -13,10 +13,10 @@ from . import awq
 from .blocks import kept, note_better
 from .gptq import gptq
 from .matrices import products
-from .recipe import Recipe
+from .recipe import Choice, Recipe
 from .rounding import Quantized, bounded, least_squares, round_to_nearest
 from .scheme import Scheme
-from .sequential import Choice, in_order
+from .sequential import InOrder, in_order
 from .statistics import Inputs, Window, collect
 from .tune import tuned
 
@@ -35,7 +35,7 @@ class Method:
     choose: Callable[[Tensor, Scheme, str, Inputs], Quantized] | None = None     # by what the weight is multiplied with in the wide model
     plain: Callable[[Tensor, Scheme, str], Quantized] = least_squares            # by the weight alone
     factors: awq.Factors | None = None                                           # what smooth_channels may move into the weight
-    in_order: Choice | None = None                       # by what it is multiplied with after the codes of those before it
+    in_order: InOrder | None = None                      # by what it is multiplied with after the codes of those before it
     tuned: bool = False                                  # and then the scales of all together, by gradient
 
 
@@ -96,8 +96,12 @@ class Plan:
     def reads_text(self) -> bool:
         """Is the calibration text looked at? Not where all that `auto` is asked for has eight bits, say."""
         if self.method != AUTO: return self.method not in blind()
-        asked = [line.choice for line in self.asked.lines] if isinstance(self.asked, Recipe) else [self.asked]
-        return any(isinstance(choice, Scheme) and BY_BITS[choice.bits] not in blind() for choice in asked)
+        return any(isinstance(choice, Scheme) and BY_BITS[choice.bits] not in blind() for choice in self.choices)
+
+    @property
+    def choices(self) -> list[Choice]:
+        """What is asked for, line by line of a recipe."""
+        return [line.choice for line in self.asked.lines] if isinstance(self.asked, Recipe) else [self.asked]
 
     def codes(
         self, graph: Graph, schemes: Mapping[fx.Node, Scheme], known: Mapping[fx.Node, Quantized] | None = None,

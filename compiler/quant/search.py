@@ -356,6 +356,7 @@ class _Walk:
     options: Mapping[fx.Node, Sequence[Option]]
     progress: Progress
     figures: Figures | None = None                 # of the last measurement that kept the limits
+    last: Figures | None = None                    # of the last one
     truth: float = 1.0                             # measured KL over estimated
 
     def __post_init__(self) -> None:
@@ -369,7 +370,7 @@ class _Walk:
         A move that alone is more than LARGE of what is allowed, and does not fit, is left out with all that its weight has left, and the
         rest goes on. No other is: each measurement more is one more that may hold by luck.
         """
-        if self.start > 0 and not self._holds([], 0.0): self._refuse()
+        if self.start > 0 and not self._holds([], 0.0) and self.last: self._refuse(self.last)
         taken, rest = list[Move](), [*moves]
         while rest:
             count = self._longest(taken, rest)
@@ -411,9 +412,9 @@ class _Walk:
         if kept_limits: self.figures = now
         return kept_limits
 
-    def _refuse(self) -> None:
+    def _refuse(self, found: Figures) -> None:
         raise UserError(f"no choice of these formats keeps {','.join(map(str, self.judge.limits))} with {SPARE:g} standard errors to spare "
-                        f"on {self.last.tokens} calibration tokens (ppl {self.last.ppl:.5g}, kl {self.last.kl:.3g}): give a wider limit, "
+                        f"on {found.tokens} calibration tokens (ppl {found.ppl:.5g}, kl {found.kl:.3g}): give a wider limit, "
                         "or put none among the candidates")
 
 

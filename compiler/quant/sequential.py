@@ -21,12 +21,12 @@ FIRST = 100.0
 nothing: one row in 512, and most queries read its key. KL of SmolLM2 on text not seen, ten layers in w4 by 4,096 tokens: 0.0276 with 1,
 0.0244 with 100."""
 
-Choice = Callable[[Tensor, Scheme, str, Tensor], Quantized]
+InOrder = Callable[[Tensor, Scheme, str, Tensor], Quantized]
 """(w f32 [N, K], scheme, name, gram f32 [K, K]: xᵀx of what its product reads) -> codes."""
 
 
 def in_order(
-    graph: Graph, schemes: Mapping[fx.Node, Scheme], known: Mapping[fx.Node, Quantized], windows: Sequence[Window], choose: Choice,
+    graph: Graph, schemes: Mapping[fx.Node, Scheme], known: Mapping[fx.Node, Quantized], windows: Sequence[Window], choose: InOrder,
 ) -> Iterator[tuple[fx.Node, Quantized]]:
     """Codes of each weight in `schemes` but those that are known, for what the first product that reads it meets.
 

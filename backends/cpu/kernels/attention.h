@@ -77,7 +77,7 @@ template <class C, int D> struct Attention {
         return select(m == splat(-__builtin_inff()), splat(0.0f), m);
     }
 
-    // In fp32 a score is the sum of short chains: its error is one of its exponential.
+    // In fp32 a score is the sum of short chains: its error is that of an exponential.
     static constexpr int FIRST = FINE && !DIGITS && D > 16 ? 16 : D;
     template <int R, int V> static INFC_INLINE void chains(const L* q, const char* k, f32x16 (*sum)[V]) {
         for (int d = FIRST; d < D; d += FIRST) {
