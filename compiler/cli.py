@@ -90,7 +90,8 @@ def compile_model(
     keep_slow: Annotated[bool, typer.Option("--keep-slow", help="use a format also where it makes a decode step slower")] = False,
     unverified: Annotated[bool, typer.Option("--unverified", help="quantize without measuring; the artifact says so")] = False,
     buckets: Annotated[str | None, typer.Option(help="token counts, like 1,16,256 [default: chosen]", show_default=False)] = None,
-    max_sequences: Annotated[int, typer.Option(min=1, help="sequences in one step")] = 16,
+    max_sequences: Annotated[
+        int | None, typer.Option(min=1, help="sequences in one step [default: 16, on a GPU 64]", show_default=False)] = None,
     strict: Annotated[bool, typer.Option("--strict", help="fail where a step would fall back")] = False,
     dump: Annotated[
         Path | None, typer.Option(help="new folder for every stage as text, JSON and a runnable program", show_default=False)
@@ -116,7 +117,7 @@ def compile_model(
         from . import driver
 
         options = driver.Options(
-            target, dtype, allow, check, _counts("buckets", buckets) if buckets else driver.BUCKETS, max_sequences=max_sequences,
+            target, dtype, allow, check, _counts("buckets", buckets) if buckets else None, max_sequences=max_sequences,
             strict=strict, dump=dump, dump_asm=dump_asm, force=force, reuse=reuse, keep_going=keep_going,
             quant=("auto" if limits and kv_quant == "none" else "none") if quant is None else quant,
             candidates=driver.Options.candidates if candidates is None else candidates,
@@ -223,21 +224,28 @@ def check(
     as_json: Json = False,
 ) -> None:
     """Would ARTIFACT run on a machine? Reads its manifest and hashes its files; none of its code is run."""
+    from dataclasses import replace
+
     from ..runtime.artifact import verify_files
-    from . import targets
+    from . import fits, targets
 
     machine = targets.find(target)
+    if target == "cpu":
+        machine = replace(machine, flags=tuple(targets.host_flags()))    # all this CPU has, which may be more than its target asks
     with verify_files(_existing(artifact)) as opened:
         manifest = opened.manifest
-    flags = targets.host_flags() if target == "cpu" else frozenset(machine.flags)
-    missing = sorted(set(manifest.isa) - flags)
-    report = {"artifact": str(artifact), "target": machine.name, "runs": not missing, "missing": missing, "files": len(manifest.files)}
+    reasons = fits.reasons(manifest, machine)
+    notes = [] if reasons else fits.notes(manifest, machine)
+    report = {"artifact": str(artifact), "target": machine.name, "runs": not reasons, "reasons": reasons, "notes": notes,
+              "missing": fits.missing_flags(manifest, machine), "files": len(manifest.files)}
     if as_json:
         _print_json(report)
-    if missing:
-        raise UserError(f"{artifact}: needs {', '.join(missing)}, which {machine.name} lacks; compile it with --target {machine.name}")
+    if reasons:
+        raise UserError(f"{artifact}: {'; '.join(reasons)}")
     if not as_json:
         print(f"{artifact}: {len(manifest.files)} files as hashed; runs on {machine.name}")
+        for note in notes:
+            print(f"note: {note}")
 
 
 @app.command()
@@ -304,7 +312,8 @@ def find_fault(
         str | None, typer.Option(help="shell command with {artifact} in it: 0 is good, 125 cannot tell, else bad", show_default=False)
     ] = None,
     buckets: Annotated[str | None, typer.Option(help="token counts, like 1,16,256 [default: chosen]", show_default=False)] = None,
-    max_sequences: Annotated[int, typer.Option(min=1, help="sequences in one step")] = 16,
+    max_sequences: Annotated[
+        int | None, typer.Option(min=1, help="sequences in one step [default: 16, on a GPU 64]", show_default=False)] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -315,7 +324,7 @@ def find_fault(
         from . import bisect, driver
 
         options = driver.Options(
-            dtype=dtype, buckets=_counts("buckets", buckets) if buckets else driver.BUCKETS, max_sequences=max_sequences)
+            dtype=dtype, buckets=_counts("buckets", buckets) if buckets else None, max_sequences=max_sequences)
         found = bisect.bisect(model, options=options, command=command, on_event=report)
     if as_json:
         _print_json(found.json())
@@ -498,7 +507,7 @@ def write_report(
 @app.command("targets")
 def list_targets(as_json: Json = False) -> None:
     """List the machines infc compiles for."""
-    from . import targets
+    from . import console, targets
 
     here = targets.host().name
     rows = [
@@ -508,20 +517,16 @@ def list_targets(as_json: Json = False) -> None:
             "isa": t.isa,
             "description": t.description,
             "source": t.source,
-            "runs_here": not targets.missing(t),
+            "kv_formats": t.kv_formats,
+            "runs_here": None if t.gpu else not targets.missing(t),    # of a GPU the compiler cannot say
+            "gpu": t.gpu,
         }
         for t in targets.TARGETS.values()
     ]
     if as_json:
         _print_json({"host": here, "targets": rows})
-        return
-    from .console import table
-
-    table(
-        "targets; cpu is this machine: " + here,
-        ("name", "runs here", "what it is"),
-        [(r["name"], "yes" if r["runs_here"] else "no", r["description"]) for r in rows],
-    )
+    else:
+        console.listed_targets(here, _plain(rows))
 
 
 @app.command("models")

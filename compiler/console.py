@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from ..runtime.manifest import GPU
+
 
 class Event(Protocol):
     """What the driver reports; `compiler.driver.Event` is one."""
@@ -229,15 +231,24 @@ def inspected(shown: Mapping[str, Any]) -> None:
             "license": model["license"],
             "made with": ", ".join(f"{name} {version}" for name, version in manifest["created_with"].items()),
             "files": f"{len(manifest['files'])}, {size(sum(f['bytes'] for f in manifest['files'].values()))}",
-            "needs": " ".join(manifest["isa"]) or "any CPU",
+            "needs": _needs(manifest, shown["kernels"]),
         },
     )
-    table(
-        "kernels",
-        ("kernel", "operator", "arch", "registers", "spills"),
-        [(k["name"], k["op"], k["arch"], k["registers"], k["spill_bytes"]) for k in shown["kernels"]],
-        right=(3, 4),
-    )
+    if manifest["machine"] == GPU:
+        table(
+            "kernels; registers a thread, shared memory and spills in bytes",
+            ("kernel", "operator", "threads", "registers", "shared", "spills", "tensor cores"),
+            [(k["name"], k["op"], k["threads"] or None, k["registers"], k["shared_bytes"], k["spill_bytes"], k["tensor_cores"])
+             for k in shown["kernels"]],
+            right=(2, 3, 4, 5),
+        )
+    else:
+        table(
+            "kernels",
+            ("kernel", "operator", "arch", "registers", "spills"),
+            [(k["name"], k["op"], k["arch"], k["registers"], k["spill_bytes"]) for k in shown["kernels"]],
+            right=(3, 4),
+        )
     table(
         "buckets",
         ("bucket", "maxima", "steps", "aten steps", "arena"),
@@ -247,6 +258,31 @@ def inspected(shown: Mapping[str, Any]) -> None:
         ],
         right=(2, 3, 4),
     )
+
+
+def _needs(manifest: Mapping[str, Any], kernels: Sequence[Mapping[str, Any]]) -> str:
+    if manifest["machine"] != GPU: return " ".join(manifest["isa"]) or "any CPU"
+    return f"an NVIDIA GPU of {', '.join(sorted({k['arch'] for k in kernels}))}"
+
+
+def listed_targets(host: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """CPUs, then GPUs with their figures, in 80 columns."""
+    table(
+        "targets; cpu is this machine: " + host,
+        ("name", "runs here", "what it is"),
+        [(r["name"], "yes" if r["runs_here"] else "no", r["description"]) for r in rows if not r["gpu"]],
+    )
+    gpus = [(r, r["gpu"]) for r in rows if r["gpu"]]
+    table(
+        "NVIDIA GPUs; peaks are dense, in TFLOP/s or TOP/s; --json has all sources",
+        ("name", "arch", "SMs", "shared KiB", "L2 MiB", "GB", "GB/s", "bf16", "fp8", "int8", "fp32"),
+        [(r["name"], r["isa"], g["sms"], f"{g['arch']['shared_per_sm'] >> 10}/{g['arch']['shared_per_program'] >> 10}", g["l2_bytes"] >> 20,
+          f"{g['memory_bytes'] / 1e9:g}", f"{g['bandwidth_gb_s']:g}",
+          *("-" if g[peak] is None else f"{g[peak]:g}" for peak in ("bf16_tflops", "fp8_tflops", "int8_tops", "fp32_tflops")))
+         for r, g in gpus],
+        right=(2, 3, 4, 5, 6, 7, 8, 9, 10),
+    )
+    print("shared: of all programs on a multiprocessor / of a single one")
 
 
 def measured(report: Mapping[str, Any]) -> None:

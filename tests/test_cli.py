@@ -2,11 +2,14 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
+from infc.runtime import manifest
 from tiny_artifact import INFC, infc, tiny
 
 
@@ -90,6 +93,48 @@ def test_verify_and_check():
     assert all(flag in refused.stderr for flag in needs)
 
 
+def test_check_a_cpu_artifact_against_a_gpu():
+    refused = infc("check", tiny(), "--target", "h100")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    machine = result("inspect", tiny())["manifest"]["machine"]
+    assert refused.stderr == f"infc: {tiny()}: compiled for {machine} CPUs, h100 is an NVIDIA GPU; compile it with --target h100\n"
+
+
+@pytest.fixture
+def for_gpu(tmp_path: Path) -> Path:
+    """An artifact whose manifest says it was compiled for an H200; its code is a CPU's, and must not be run."""
+    copy = shutil.copytree(tiny(), tmp_path / "gpu.infc")
+    found = manifest.decode((copy / "manifest.json").read_bytes(), str(copy))
+    kernels = tuple(msgspec.structs.replace(k, arch="sm_90a", registers=168, shared_bytes=99_328, spill_bytes=0, threads=256,
+                                            tensor_cores="wgmma") for k in found.kernels)
+    changed = msgspec.structs.replace(found, target="h200", machine="cuda", isa=(), kernels=kernels)
+    (copy / "manifest.json").write_bytes(manifest.encode(changed))
+    return copy
+
+
+def test_check_a_gpu_artifact(for_gpu: Path):
+    assert result("check", for_gpu, "--target", "h200")["notes"] == []
+    note = "compiled for h200: tiles were chosen for it"
+    for name in ("h100", "h100-pcie"):
+        assert result("check", for_gpu, "--target", name) == {
+            **result("check", for_gpu, "--target", name), "runs": True, "reasons": [], "missing": [], "notes": [note]}
+    assert f"runs on h100\nnote: {note}\n" in infc("check", for_gpu, "--target", "h100").stdout
+    for name, words in (("cpu", "is a CPU"), ("a100", "a100 has 8.0 (sm_80)")):
+        refused = infc("check", for_gpu, "--target", name)
+        assert refused.returncode == 2 and "sm_90a" in refused.stderr and words in refused.stderr and "--target" in refused.stderr
+    told = infc("check", for_gpu, "--target", "l40s", "--json")
+    assert told.returncode == 2 and json.loads(told.stdout)["runs"] is False and len(json.loads(told.stdout)["reasons"]) == 1
+
+
+def test_inspect_a_gpu_artifact(for_gpu: Path):
+    shown = infc("inspect", for_gpu).stdout
+    assert "an NVIDIA GPU of sm_90a" in shown and "tensor cores" in shown
+    name = result("inspect", for_gpu)["kernels"][0]["name"]
+    row = next(line.split() for line in shown.splitlines() if line.startswith(f"{name} "))
+    assert row[-5:] == ["256", "168", "99328", "0", "wgmma"]
+    assert "tensor cores" not in infc("inspect", tiny()).stdout
+
+
 def test_bench_json_has_the_stable_names_and_compares(tmp_path: Path):
     small = ("--batches", "1,2", "--contexts", "16", "--new-tokens", 4, "--prefill", "8,32", "--rounds", 2)
     made = result("bench", tiny(), *small, "-o", tmp_path / "a.json")
@@ -170,6 +215,18 @@ def test_targets_and_models_list_what_there_is():
     targets = result("targets")
     assert targets["host"] in {t["name"] for t in targets["targets"] if t["runs_here"]}
     assert "smollm2" in infc("models").stdout and "x86-64-v3" in infc("targets").stdout
+
+
+def test_targets_shows_gpus_with_their_figures():
+    rows = {t["name"]: t for t in result("targets")["targets"]}
+    h200 = rows["h200"]
+    assert (h200["kind"], h200["isa"], h200["runs_here"], rows["x86-64-v3"]["gpu"]) == ("cuda", "sm_90a", None, None)
+    assert h200["gpu"]["bandwidth_gb_s"] == 4800 and h200["gpu"]["arch"]["shared_per_program"] == 232448
+    assert "data sheet" in h200["gpu"]["sources"]["bandwidth_gb_s"]
+    shown = infc("targets").stdout.partition("NVIDIA GPUs")[2].splitlines()
+    row = next(line.split() for line in shown if line.startswith("h200 "))
+    assert row == ["h200", "sm_90a", "132", "228/227", "60", "141", "4800", "989.5", "1979", "1979", "67"]
+    assert max(len(line.rstrip()) for line in shown[1:]) <= 80
 
 
 def test_run_imports_neither_torch_nor_rich():

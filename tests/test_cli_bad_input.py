@@ -74,9 +74,13 @@ def test_an_exact_compile_says_which_dtype_it_needs(empty: Path):
     refused(compiling("tiny", "--allow", "exact", "-o", empty / "a.infc"), "--dtype fp32")
 
 
-@pytest.mark.parametrize("target", ["h100", "cuda"])
-def test_a_gpu_target_is_told_that_there_is_none(empty: Path, target: str):
-    refused(compiling("tiny", "--target", target, "-o", empty / "a.infc"), target, "CPUs only")
+@pytest.mark.parametrize("target", ["gpu", "cuda"])
+def test_a_gpu_target_without_a_model_lists_the_models(empty: Path, target: str):
+    refused(compiling("tiny", "--target", target, "-o", empty / "a.infc"), target, "name it: h100, h100-pcie, h200, a100, l40s, b200")
+
+
+def test_unknown_gpu_names_the_nearest(empty: Path):
+    refused(compiling("tiny", "--target", "h100-sxm", "-o", empty / "a.infc"), "h100-sxm", "did you mean 'h100'?")
 
 
 def test_a_bucket_past_all_sense_is_refused(empty: Path):
