@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from ..compiler.errors import UserError
+from ..compiler.placement import Unit
 from ..runtime.program import DIMS
 
 
@@ -27,9 +28,10 @@ class Weight:
 
 @dataclass(frozen=True)
 class Scratch:
-    """Bytes in the arena that live during this step only, shared by all threads."""
+    """Bytes in the arena that live during this unit's steps only, shared by all threads. number: of several, which one."""
 
     bytes: int
+    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,17 @@ Arg = fx.Node | Weight | Scratch | Out
 
 @dataclass(frozen=True)
 class Launch:
-    """One step: `body` is the text of the kernel, which finds args[i] at b[i] and the live sizes in r->dims."""
+    """One step: `body` is the text of the kernel, which finds args[i] at b[i] and the live sizes in r->dims.
+
+    On a GPU `body` is the key of its code, and the step says where its programs run: see runtime.program.Step.
+    """
 
     name: str
     body: str
     args: tuple[Arg, ...]
     headers: tuple[str, ...]
+    grid: tuple[int, ...] = ()
+    scalars: tuple[tuple[int, int | float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -101,3 +108,9 @@ class Context:
         """The C++ expression of the number of rows: the product of all dims but the last."""
         factors = [str(self.dim(size)) for size in node.meta["val"].shape[:-1]]
         return " * ".join(factor for factor in factors if factor != "1") or "1"
+
+
+def launches_of(unit: Unit, context: Context) -> tuple[Launch, ...]:
+    """The steps of a unit, one after the other; on a CPU always one."""
+    found = unit.lower(context)
+    return found if isinstance(found, tuple) else (found,)

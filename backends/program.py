@@ -3,6 +3,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import torch
 from torch import fx
@@ -11,13 +12,13 @@ from ..compiler.errors import CheckFailed
 from ..compiler.ir import Graph
 from ..compiler.placement import Unit, Value, source_of
 from ..runtime.program import DIMS, ITEM_BYTES, Buffer, Kernel, Program, Step
-from .launch import Context, Launch, Out, Scratch, Weight
+from .launch import Arg, Context, Launch, Out, Scratch, Weight, launches_of
 
 ALIGN = 64                                           # one cache line, one AVX-512 vector
 
 DTYPES = {
     torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.int64: "i64",
-    torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "bool",
+    torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "bool", torch.float8_e4m3fn: "f8e4m3",
 }
 
 @dataclass
@@ -28,6 +29,7 @@ class Store:
     digest: str                                      # of headers, flags and compiler: part of every kernel's identity
     kernels: dict[str, Kernel] = field(default_factory=dict)
     bodies: dict[str, str] = field(default_factory=dict)          # kernel hash -> C++ body
+    launches: dict[str, Launch] = field(default_factory=dict)     # kernel hash -> the first launch of it
     headers: dict[str, None] = field(default_factory=dict)        # in order of first use
     weights: dict[str, np.ndarray] = field(default_factory=dict)  # tensor key -> packed, in order of first use
     weight_dtypes: dict[str, str] = field(default_factory=dict)
@@ -41,6 +43,7 @@ class Store:
             name = f"{launch.name}#{twins + 1}" if twins else launch.name
             self.kernels[content] = Kernel(hash=content, name=name, symbol=symbol, op=op, arch=self.arch)
             self.bodies[content] = launch.body
+            self.launches[content] = launch
             self.headers.update(dict.fromkeys(launch.headers))
         return self.kernels[content]
 
@@ -101,32 +104,41 @@ def build(
     if len(results) != len(graph.outputs):
         raise CheckFailed(f"{len(graph.outputs)} outputs share {len(results)} values; a program needs one buffer for each")
 
+    def put(arg: Arg, unit: Unit, access: _Access, own: dict[Arg, int], last: int) -> int:
+        """The buffer of a unit's argument. own: of its results and scratch, which several of its launches may use."""
+        if isinstance(arg, Out | Scratch):
+            if arg not in own:
+                value = unit.results[arg.index] if isinstance(arg, Out) else None
+                if isinstance(arg, Scratch):
+                    name = f"scratch_{access.step}" + (f"_{arg.number}" if arg.number else "")
+                    own[arg] = place(_Place(name, "arena", "u8", (arg.bytes,), arg.bytes, access.step))
+                else:
+                    assert value is not None
+                    kind, name = ("output", results[value]) if value in results else ("arena", value[0].name)
+                    own[arg] = new(value, kind, name, access.step)
+                places[own[arg]].last = last
+                access.writes.append((own[arg], value))
+            return own[arg]
+        if isinstance(arg, Weight): return _weight(graph, arg, store, packed, place, pack)
+        if (value := source_of(arg))[0].name in graph.weights:
+            return _weight(graph, Weight(value[0], "plain"), store, packed, place, pack)
+        spot = where[value]
+        places[spot].last = last
+        access.reads.append((spot, value))
+        return spot
+
     accesses: list[_Access] = []
-    for index, unit in enumerate(units):
-        launch = unit.lower(context)
-        args = []
-        accesses.append(access := _Access(unit.op))
-        for arg in launch.args:
-            if isinstance(arg, Out):
-                value = unit.results[arg.index]
-                kind, name = ("output", results[value]) if value in results else ("arena", value[0].name)
-                args.append(new(value, kind, name, index))
-                access.writes.append((args[-1], value))
-            elif isinstance(arg, Scratch):
-                args.append(place(_Place(f"scratch_{index}", "arena", "u8", (arg.bytes,), arg.bytes, index, index)))
-                access.writes.append((args[-1], None))
-            elif isinstance(arg, Weight):
-                args.append(_weight(graph, arg, store, packed, place, pack))
-            elif (value := source_of(arg))[0].name in graph.weights:
-                args.append(_weight(graph, Weight(value[0], "plain"), store, packed, place, pack))
-            else:
-                spot = where[value]
-                places[spot].last = index
-                args.append(spot)
-                access.reads.append((spot, value))
+    for unit in units:
+        launches = launches_of(unit, context)
+        last = len(steps) + len(launches) - 1                          # what a unit uses lives through all its steps
+        accesses.append(access := _Access(unit.op, len(steps)))
         flops, moved = cost(unit, context)
-        kernel = store.kernel(launch, unit.op)
-        steps.append(Step(kernel.hash, tuple(args), unit.op, flops, moved, unit.origin, unit.passes))
+        own: dict[Arg, int] = {}
+        for part, launch in enumerate(launches):
+            kernel = store.kernel(launch, unit.op)
+            args = tuple(put(arg, unit, access, own, last) for arg in launch.args)
+            counted = (0, 0) if part else (flops, moved)
+            steps.append(Step(kernel.hash, args, unit.op, *counted, unit.origin, unit.passes, launch.grid, launch.scalars, part))
 
     for value, name in results.items():
         if value not in where or places[where[value]].kind != "output":
@@ -152,8 +164,7 @@ def _in_order(program: Program, order: dict[str, int]) -> Program:
     moved = {old: new for new, (old, _) in enumerate(ranked)}
     return Program(
         program.name, program.bucket, program.dims, program.arena_bytes, tuple(buffer for _, buffer in ranked),
-        tuple(Step(s.kernel, tuple(moved[a] for a in s.args), s.op, s.flops, s.bytes, s.origin, s.passes)
-              for s in program.steps),
+        tuple(msgspec.structs.replace(s, args=tuple(moved[a] for a in s.args)) for s in program.steps),
     )
 
 
@@ -204,9 +215,10 @@ def _pack_arena(spots: list[_Place]) -> int:
 
 @dataclass
 class _Access:
-    """What a step reads and writes: buffers, each with the value that the graph says is in it (None: scratch)."""
+    """What a unit's steps read and write: buffers, each with the value that the graph says is in it (None: scratch)."""
 
     op: str
+    step: int                                        # its first
     reads: list[tuple[int, Value]] = field(default_factory=list)
     writes: list[tuple[int, Value | None]] = field(default_factory=list)
 
@@ -217,8 +229,8 @@ def _check_arena(places: Sequence[_Place], accesses: Sequence[_Access], size: in
     It knows nothing of how the places were chosen. CheckFailed names the step, the value and what is wrong with its place.
     """
     holds: dict[int, Value | None] = {}
-    for index, access in enumerate(accesses):
-        step = f"memory plan: step {index} ({access.op})"
+    for access in accesses:
+        step = f"memory plan: step {access.step} ({access.op})"
         for spot, value in access.reads:
             if places[spot].kind == "arena" and holds.get(spot) != value:
                 raise CheckFailed(f"{step} reads %{value[0].name}, which was not written to its place or was written over")

@@ -6,6 +6,7 @@ reference operators and wrong with kernels has a bad kernel, and one that is wro
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +16,7 @@ from ..compiler.contracts import row_error
 from ..compiler.ir import Graph
 from ..compiler.placement import Unit, Value, is_alias, source_of
 from ..runtime.program import Program
-from .launch import Arg, Context, Out, Scratch, Weight
+from .launch import Arg, Context, Out, Scratch, Weight, launches_of
 from .program import DTYPES
 
 _TORCH = {name: dtype for dtype, name in DTYPES.items()}
@@ -39,6 +40,10 @@ class Table(Protocol):
 
     @property
     def bytes(self) -> int: ...
+    def close(self) -> None: ...
+    def sizes(self, dims: Mapping[str, int]) -> Mapping[str, int]: ...
+    def begin(self) -> None: ...
+    def end(self) -> None: ...
     def run_step(self, index: int, dims: Mapping[str, int]) -> None: ...
     def views(self, index: int, dims: Mapping[str, int]) -> Sequence[View]: ...
 
@@ -75,8 +80,19 @@ class ReferenceTable:
     def program(self) -> Program:
         return self.table.program
 
+    @cached_property
+    def _firsts(self) -> list[int]:
+        """Of each unit, its first step."""
+        return [i for i, step in enumerate(self.program.steps) if not step.part]
+
+    def close(self) -> None:
+        """Give the table back."""
+        self.table.close()
+
     def run(self, dims: Mapping[str, int]) -> None:
-        """Every step once. dims: live sizes by name."""
+        """Every unit's steps once. dims: live sizes by name."""
+        dims = self.table.sizes(dims)
+        self.table.begin()
         with torch.no_grad():
             for index in range(len(self.bound.units)):
                 if index == self.watch:
@@ -85,6 +101,7 @@ class ReferenceTable:
                     self.table.run_step(index, dims)
                 else:
                     self._reference(index, dims)
+        self.table.end()
 
     def _reference(self, index: int, dims: Mapping[str, int]) -> None:
         arguments = self._arguments(index, dims)
@@ -107,8 +124,9 @@ class ReferenceTable:
 
     def _arguments(self, index: int, dims: Mapping[str, int]) -> list[tuple[Arg, Tensor]]:
         """What the step's kernel is given, beside what it is in the graph. Weights lie packed there: those come from the graph."""
-        launch = self.bound.units[index].lower(self.bound.context)
-        pairs = zip(launch.args, self.table.views(index, dims), strict=True)
+        launches = launches_of(self.bound.units[index], self.bound.context)
+        pairs = [pair for i, launch in enumerate(launches, self._firsts[index])
+                 for pair in zip(launch.args, self.table.views(i, dims), strict=True)]
         return [(arg, tensor(view)) for arg, view in pairs if not isinstance(arg, (Scratch, Weight)) and not self._is_weight(arg)]
 
     def _is_weight(self, arg: Arg) -> bool:

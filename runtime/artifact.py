@@ -3,7 +3,7 @@
     NAME.infc/
       manifest.json         what it is, what it needs, and the sha256 of every other file (and of itself)
       programs/*.json       one Program per bucket
-      code/<sha256>.so      every kernel of every program. It is native code: load only artifacts you trust
+      code/<sha256>.so      every kernel of every program; for a GPU a .cubin each. It is native code: load only artifacts you trust
       weights.safetensors   tensors packed as kernels read them, 64-byte aligned
       golden.safetensors    prompts and the logits they must give
       tokenizer.json        report.json
@@ -42,6 +42,7 @@ class Parts(NamedTuple):
     golden: Mapping[str, Tensor]  # see golden.py; may be empty
     tokenizer: bytes  # tokenizer.json; b"" where the model has none
     report: Mapping[str, Any]
+    cubins: Mapping[str, bytes] = {}  # GPU code by file name: "code/<sha256>.cubin"
 
 
 class Artifact:
@@ -110,6 +111,10 @@ class Artifact:
         with open(fd, "wb", closefd=False) as file:
             file.write(self._checked(name))
         return f"/proc/self/fd/{fd}", fd
+
+    def cubin(self, file: str) -> bytes:
+        """The GPU code of a kernel, hashed again."""
+        return self._checked(file)
 
     def hash_weights(self) -> None:
         """Hash all weights: about half a second per GB. Raises RuntimeFault where a byte differs."""

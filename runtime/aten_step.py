@@ -6,6 +6,7 @@ Objects stand for what JSON has no word for: {"in": k} the k-th tensor read, {"d
 """
 import ctypes
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,13 @@ class View:
     shape: tuple[int, ...]
 
 
+class _OnGpu:
+    """Bytes on a GPU, as torch takes them: the CUDA array interface, version 3."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
 def is_aten(symbol: str) -> bool:
     """True for the symbol of an ATen step."""
     return symbol.startswith(PREFIX)
@@ -35,7 +43,13 @@ def size(name: str, dims: Mapping[str, int]) -> int:
     return dims[base] + int(plus or 0)
 
 
-def run(symbol: str, inputs: Sequence[View], outputs: Sequence[View], dims: Mapping[str, int]) -> None:
+def call(symbol: str, views: Sequence[View], dims: Mapping[str, int], device: str = "cpu") -> None:
+    """Run a step whose views are what it reads, then its results, on torch's `device`. Raises RuntimeFault when torch is not there."""
+    reads = 1 + max((int(k) for k in re.findall(r'{"in":(\d+)}', symbol)), default=-1)
+    run(symbol, views[:reads], views[reads:], dims, device)
+
+
+def run(symbol: str, inputs: Sequence[View], outputs: Sequence[View], dims: Mapping[str, int], device: str = "cpu") -> None:
     """Call the operator on `inputs` and copy its results into `outputs`. Raises RuntimeFault when torch is not there."""
     try:
         import torch
@@ -49,7 +63,9 @@ def run(symbol: str, inputs: Sequence[View], outputs: Sequence[View], dims: Mapp
         count = 1
         for extent in view.shape: count *= extent
         dtype = dtypes[view.dtype]
-        if count == 0: return torch.empty(view.shape, dtype=dtype)
+        if count == 0: return torch.empty(view.shape, dtype=dtype, device=device)
+        if device != "cpu":
+            return torch.as_tensor(_OnGpu(view.address, count * dtype.itemsize), device=device).view(dtype).reshape(view.shape)
         memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(view.address)
         return torch.frombuffer(memory, dtype=dtype).reshape(view.shape)
 
@@ -74,3 +90,4 @@ def run(symbol: str, inputs: Sequence[View], outputs: Sequence[View], dims: Mapp
         if tuple(found.shape) != view.shape:
             raise RuntimeFault(f"aten::{target} returned shape {tuple(found.shape)}, its buffer holds {view.shape}")
         tensor(view).copy_(found)
+    if device != "cpu": torch.cuda.synchronize(device)            # what follows runs on a stream that torch does not know

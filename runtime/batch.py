@@ -31,8 +31,16 @@ _BELOW_ONE = 1 - 2**-24
 """The largest float32 below one: a uniform number must not round up to 1."""
 
 
-def fill(inputs: Mapping[str, memoryview], works: Sequence[Work]) -> dict[str, int]:
-    """Write the inputs of a step; returns its live sizes T, N, R, M. Every sequence must own the blocks it needs."""
+def sizes(works: Sequence[Work]) -> dict[str, int]:
+    """The live sizes T, N, R, M of a step."""
+    return {
+        "T": sum(len(work.tokens) for work in works), "N": len(works), "R": sum(work.rows for work in works),
+        "M": max(blocks_for(work.sequence.length + len(work.tokens)) for work in works),
+    }
+
+
+def fill(inputs: Mapping[str, memoryview], works: Sequence[Work], width: int = 0) -> None:
+    """Write the inputs of a step. Every sequence must own the blocks it needs. width: of the block table; 0, as much as is used."""
     ids, positions, slots = array("i"), array("i"), array("i")
     starts, lengths, rows = array("i", [0]), array("i"), array("i")
     temperature, top_k, top_p, uniform = array("f"), array("i"), array("f"), array("f")
@@ -49,7 +57,7 @@ def fill(inputs: Mapping[str, memoryview], works: Sequence[Work]) -> dict[str, i
             top_k.append(sampling.top_k)
             top_p.append(sampling.top_p)
             uniform.append(min(number, _BELOW_ONE))
-    width = max(blocks_for(length) for length in lengths)
+    width = width or max(blocks_for(length) for length in lengths)
     table = array("i")
     for work, length in zip(works, lengths, strict=True):
         used = blocks_for(length)
@@ -69,4 +77,19 @@ def fill(inputs: Mapping[str, memoryview], works: Sequence[Work]) -> dict[str, i
         ("uniform", uniform),
     ):
         inputs[name][: len(values)] = memoryview(values)
-    return {"T": len(ids), "N": len(works), "R": len(rows), "M": width}
+
+
+def pad(inputs: Mapping[str, memoryview], live: Mapping[str, int], bucket: Mapping[str, int]) -> None:
+    """Fill up a step whose program runs at its bucket's sizes: tokens without a slot, sequences without tokens, rows nobody asks for.
+
+    Padded rows sample token 0 greedily: what is drawn is dropped.
+    """
+    t, n, r = (bucket[dim] for dim in ("T", "N", "R"))
+    for name, start, stop, value in (
+        ("input_ids", live["T"], t, 0), ("positions", live["T"], t, 0), ("slots", live["T"], t, -1),
+        ("query_start", live["N"] + 1, n + 1, live["T"]), ("context_len", live["N"], n, 0), ("sample_rows", live["R"], r, 0),
+        ("top_k", live["R"], r, 0),
+    ):
+        inputs[name][start:stop] = memoryview(array("i", [value]) * (stop - start))
+    for name, value in (("temperature", 0.0), ("top_p", 1.0), ("uniform", 0.0)):
+        inputs[name][live["R"] : r] = memoryview(array("f", [value]) * (r - live["R"]))

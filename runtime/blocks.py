@@ -1,6 +1,7 @@
 """The KV pool: blocks of 32 tokens handed to sequences and taken back, zeroed before anyone else sees them."""
 
 import ctypes
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from threading import RLock
 from weakref import WeakSet
@@ -21,11 +22,12 @@ class BlockPool:
     is handed out. Fresh memory is zeros already; only a block that was used before is cleared.
     """
 
-    def __init__(self, count: int, buffers: Seq[tuple[int, int]]) -> None:
-        """buffers: (address, bytes of one block) of each KV buffer."""
+    def __init__(self, count: int, buffers: Seq[tuple[int, int]], fill: Callable[[int, int, int], object] = ctypes.memset) -> None:
+        """buffers: (address, bytes of one block) of each KV buffer. fill(address, byte, size): sets memory where they lie."""
         self.count = count
         self.peak = 0
         self._buffers = tuple(buffers)
+        self._fill = fill
         self._fresh = 0  # blocks from here on were never used
         self._used: list[int] = []  # given back; the last one is still warm
         self._owned = 0
@@ -88,7 +90,7 @@ class BlockPool:
         with self._lock:
             for first, count in _runs(sorted(self._used)):
                 for address, size in self._buffers:
-                    ctypes.memset(address + first * size, 0xFF, count * size)
+                    self._fill(address + first * size, 0xFF, count * size)
 
     def recover(self) -> None:
         """Count again from the holders alive: what an interrupt cut off, or a caller dropped without closing, comes back."""
@@ -101,7 +103,7 @@ class BlockPool:
     def _clear(self, blocks: Seq[int]) -> None:
         for first, count in _runs(sorted(blocks)):
             for address, size in self._buffers:
-                ctypes.memset(address + first * size, 0, count * size)
+                self._fill(address + first * size, 0, count * size)
 
 
 class Holder:

@@ -1,12 +1,14 @@
 """The replay cache: what was prepared for a (version, dtype, bucket), within a budget of bytes, every event counted.
 
-On the CPU an entry is a table of addresses, a few tens of kilobytes; on a GPU it will be a captured graph. Both hold raw
+On the CPU an entry is a table of addresses, a few tens of kilobytes; on a GPU it is a captured graph. Both hold raw
 addresses, so an entry remembers which memory it was made for and is made again when that memory has moved.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from .device import OutOfMemory
 
 
 class Key(NamedTuple):
@@ -18,10 +20,12 @@ class Key(NamedTuple):
 
 
 class Entry(Protocol):
-    """Anything with a size in bytes."""
+    """Anything with a size in bytes, which it gives back."""
 
     @property
     def bytes(self) -> int: ...
+
+    def close(self) -> None: ...
 
 
 E = TypeVar("E", bound=Entry)
@@ -33,7 +37,7 @@ class ReplayCache(Generic[E]):
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.bytes = 0
-        self.hits = self.misses = self.evictions = self.stale = self.padded_tokens = 0
+        self.hits = self.misses = self.evictions = self.crowded = self.stale = self.padded_tokens = 0
         self._entries: OrderedDict[Key, tuple[object, E]] = OrderedDict()
 
     def get(self, key: Key, places: object, make: Callable[[], E]) -> E:
@@ -47,7 +51,7 @@ class ReplayCache(Generic[E]):
             self.stale += 1
             self._drop(key)
         self.misses += 1
-        entry = make()
+        entry = self._made(make)
         self._entries[key] = (places, entry)
         self.bytes += entry.bytes
         while self.bytes > self.budget and len(self._entries) > 1:
@@ -55,17 +59,36 @@ class ReplayCache(Generic[E]):
             self._drop(next(iter(self._entries)))
         return entry
 
+    def _made(self, make: Callable[[], E]) -> E:
+        """A new entry. Where the device has no room for it, others go first; OutOfMemory where none is left to go."""
+        while True:
+            try:
+                return make()
+            except OutOfMemory:
+                if not self._entries: raise
+                self.crowded += 1
+                self._drop(next(iter(self._entries)))
+
+    def clear(self) -> None:
+        """Give every entry back."""
+        while self._entries: self._drop(next(iter(self._entries)))
+
     def _drop(self, key: Key) -> None:
         _, entry = self._entries.pop(key)
         self.bytes -= entry.bytes
+        entry.close()
 
     def counters(self) -> dict[str, int]:
-        """Events so far. `padded_tokens`: bucket sizes minus live tokens (on the CPU a padded token costs nothing)."""
+        """Events so far. `padded_tokens`: bucket sizes minus live tokens (on the CPU a padded token costs nothing).
+
+        `evictions`: entries that went for the budget's sake, `crowded`: because the device was full.
+        """
         return {
             "hits": self.hits,
             "misses": self.misses,
             "stale": self.stale,
             "evictions": self.evictions,
+            "crowded": self.crowded,
             "padded_tokens": self.padded_tokens,
             "entries": len(self._entries),
             "bytes": self.bytes,

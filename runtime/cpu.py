@@ -5,16 +5,18 @@ inside it.
 """
 import ctypes
 import mmap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from time import perf_counter_ns
 from typing import Any
 
 from .artifact import Artifact
-from .buffers import Layout, Region, view
+from .batch import Work, fill
+from .buffers import Layout, view
+from .buffers import Region as Memory
 from .errors import RuntimeFault
 from .library import Library, default_threads
 from .manifest import BLOCK
-from .program import DIMS, Buffer, Program
+from .places import FLOATS, Places, Region, step_io
 from .table import StepTable
 
 __all__ = ["Executor", "default_threads", "free_memory", "kv_bytes_per_token"]
@@ -22,18 +24,18 @@ __all__ = ["Executor", "default_threads", "free_memory", "kv_bytes_per_token"]
 _WINDOW = 32 << 20
 """Bytes of the weights file mapped at a time, so that loading never holds the weights twice."""
 
-_FLOATS = {"temperature", "top_p", "uniform", "logits"}
-
 
 class Executor:
     """An artifact's code and memory, ready to run any of its programs."""
+
+    cache_bytes = 64 << 20           # of the replay cache: the table of a 30-layer model is about 30 kB
 
     def __init__(self, artifact: Artifact, threads: int, kv_blocks: int) -> None:
         self.artifact = artifact
         self.threads = threads
         self.kv_blocks = kv_blocks
         self._where = str(artifact.path)
-        self._regions: list[Region] = []
+        self._regions: list[Memory] = []
         self.library = Library(artifact, threads)
         try:
             self._allocate_inputs_and_outputs()
@@ -48,20 +50,10 @@ class Executor:
             raise
 
     def _allocate_inputs_and_outputs(self) -> None:
-        buckets = self.artifact.manifest.buckets
-        t, n, r, m, _ = (max((b.bucket.get(dim, 0) for b in buckets), default=0) for dim in DIMS)
-        counts = {
-            "input_ids": t, "positions": t, "slots": t, "query_start": n + 1, "context_len": n, "block_table": n * m,
-            "sample_rows": r, "temperature": r, "top_k": r, "top_p": r, "uniform": r,
-            "token": r, "logits": r * self.artifact.manifest.model.vocab,
-        }
-        layout = Layout()
-        offsets = {name: layout.place(4 * count) for name, count in counts.items()}
-        base = self._region(layout.size, "inputs and outputs", huge=False).address
-        self._io = {name: (base + offsets[name], 4 * count) for name, count in counts.items()}
-        self.views = {
-            name: view(base + offsets[name], count, "f" if name in _FLOATS else "i") for name, count in counts.items()
-        }
+        io = step_io(self.artifact.manifest)
+        base = self._region(io.bytes, "inputs and outputs", huge=False).address
+        self._io = io.at(base)
+        self.views = {name: view(place.address, place.bytes // 4, "f" if name in FLOATS else "i") for name, place in self._io.items()}
 
     def _allocate_kv(self) -> dict[str, tuple[int, int]]:
         """(address, bytes of a block) of each KV buffer.
@@ -74,8 +66,8 @@ class Executor:
         base = self._region(layout.size, "KV pool", huge=False).address
         return {b.name: (base + offsets[b.name], b.block_bytes) for b in self.artifact.manifest.kv}
 
-    def _region(self, size: int, what: str, huge: bool) -> Region:
-        region = Region(size, what, huge)
+    def _region(self, size: int, what: str, huge: bool) -> Memory:
+        region = Memory(size, what, huge)
         self._regions.append(region)
         return region
 
@@ -109,24 +101,26 @@ class Executor:
         """Build the step table of a bucket. Raises RuntimeFault where the program does not fit the artifact."""
         program = self.artifact.program(bucket)
         symbols = {k.hash: k.symbol for k in self.artifact.manifest.kernels}
-        return StepTable(program, symbols, self.library, lambda b: self._address(b, program))
+        places = Places(self._where, Region(self._arena.address, self._arena_bytes), self._weight_places(), self._kv_places(), self._io)
+        return StepTable(program, symbols, self.library, lambda b: places.address(b, program))
 
-    def _address(self, b: Buffer, program: Program) -> int:
-        """Where a buffer lies; `room` is what was allocated there."""
-        if b.kind == "arena":
-            base, offset, room = self._arena.address, b.offset, self._arena_bytes
-        elif b.kind == "weight":
-            place = self.artifact.places.get(b.tensor)
-            base, offset, room = (self._weights.address, place.start, place.stop) if place else (0, 0, 0)
-        else:
-            (base, room), offset = (self.kv if b.kind == "kv" else self._io).get(b.name, (0, 0)), 0
-        name = b.tensor or b.name
-        if not base:
-            raise RuntimeFault(f"{self._where}: {program.name}: the {b.kind} {name} is not there; compile it again")
-        if offset < 0 or offset + b.bytes > room:
-            raise RuntimeFault(f"{self._where}: {program.name}: the {b.kind} {name} takes {b.bytes} bytes at {offset}, which is "
-                               f"outside its {room} bytes; compile it again")
-        return base + offset
+    def _weight_places(self) -> dict[str, Region]:
+        return {name: Region(self._weights.address + p.start, p.stop - p.start) for name, p in self.artifact.places.items()}
+
+    def _kv_places(self) -> dict[str, Region]:
+        return {name: Region(*place) for name, place in self.kv.items()}
+
+    def clear(self, address: int, byte: int, size: int) -> None:
+        """Set memory of the KV pool."""
+        ctypes.memset(address, byte, size)
+
+    def fill(self, works: Sequence[Work], bucket: Mapping[str, int]) -> None:
+        """Write the inputs of a step. Kernels take live sizes, whatever the bucket."""
+        fill(self.views, works)
+
+    def require_ready(self) -> None:
+        """Raise RuntimeFault where the model is closed, or this process was forked since."""
+        self.library.require_ready()
 
     def tokens(self, rows: int) -> list[int]:
         """The first `rows` tokens of the last step."""

@@ -12,6 +12,9 @@ MANIFEST = "manifest.json"
 BLOCK = 32
 """Tokens in one KV block."""
 
+GPU = "cuda"
+"""The `machine` of an artifact that runs on an NVIDIA GPU, whatever the host."""
+
 _NO_DIGEST = "0" * 64
 
 
@@ -110,7 +113,7 @@ class Manifest(msgspec.Struct, frozen=True):
     name: str
     version: str  # the key: a hash of all that decided what this artifact is
     target: str  # as given to --target
-    machine: str  # "x86_64", "aarch64"
+    machine: str  # "x86_64", "aarch64"; GPU
     isa: tuple[str, ...]  # CPU flags every kernel may use, as /proc/cpuinfo spells them
     dtype: str
     contract: str  # the weakest class any pass used: exact, distribution, approximate

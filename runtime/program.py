@@ -8,7 +8,7 @@ DIMS = ("T", "N", "R", "M", "P")
 
 BufferKind = Literal["weight", "arena", "kv", "input", "output"]
 
-ITEM_BYTES = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2, "i64": 8, "i32": 4, "i16": 2, "i8": 1, "u8": 1, "bool": 1}
+ITEM_BYTES = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2, "i64": 8, "i32": 4, "i16": 2, "i8": 1, "u8": 1, "f8e4m3": 1, "bool": 1}
 
 
 class Buffer(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -28,7 +28,10 @@ class Buffer(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Step(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One kernel launch: args are buffer indices in the kernel's own order."""
+    """One kernel launch: args are buffer indices in the kernel's own order.
+
+    On a GPU it says where its programs run: `grid`, and `scalars` (place among the kernel's parameters, value), which args leave free.
+    """
 
     kernel: str              # Kernel.hash
     args: tuple[int, ...]
@@ -37,6 +40,9 @@ class Step(msgspec.Struct, frozen=True, omit_defaults=True):
     bytes: int = 0
     origin: tuple[str, ...] = ()     # module paths
     passes: tuple[str, ...] = ()     # passes that made it
+    grid: tuple[int, ...] = ()
+    scalars: tuple[tuple[int, int | float], ...] = ()
+    part: int = 0                    # of a call that takes several launches, which one
 
 
 class Kernel(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -44,12 +50,16 @@ class Kernel(msgspec.Struct, frozen=True, omit_defaults=True):
 
     hash: str
     name: str                # readable: linear_bf16_576x960
-    symbol: str              # in the shared library
+    symbol: str              # in the shared library, or in its own file
     op: str
     arch: str                # "x86-64-v4", "sm_90a"
     registers: int | None = None
     shared_bytes: int | None = None
     spill_bytes: int | None = None
+    file: str = ""           # GPU: "code/<sha256>.cubin"
+    threads: int = 0         # of one program
+    params: tuple[str, ...] = ()     # "u64" a pointer or i64, "u32", "f32", as PTX names them; two unused pointers come last
+    tensor_cores: str = ""   # "wgmma", "tcgen05", "mma", or "" where it has no product
 
 
 class Program(msgspec.Struct, frozen=True, omit_defaults=True):

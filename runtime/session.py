@@ -10,7 +10,7 @@ from .blocks import blocks_for
 from .cpu import Executor, default_threads, free_memory, kv_bytes_per_token
 from .errors import RuntimeFault
 from .generate import Request, run_requests
-from .manifest import BLOCK, Manifest
+from .manifest import BLOCK, GPU, Manifest
 from .options import Prompt, Sampling
 from .outputs import Output, Piece, Timing
 from .requests import make_requests
@@ -18,6 +18,8 @@ from .stepper import Limits, Stepper
 from .text import LazyTokenizer
 
 if TYPE_CHECKING:
+    from .device import Device
+    from .gpu import GpuExecutor
     from .tokenizer import Tokenizer
 
 Stop = str | int | Sequence[str | int] | None
@@ -30,7 +32,7 @@ class Model(Stepper):
     For your own loop: `sequence` and `step`.
     """
 
-    def __init__(self, artifact: Artifact, executor: Executor, limits: Limits, text: LazyTokenizer) -> None:
+    def __init__(self, artifact: Artifact, executor: "Executor | GpuExecutor", limits: Limits, text: LazyTokenizer) -> None:
         super().__init__(artifact, executor, limits)
         self.timing = Timing()
         self._text = text
@@ -101,13 +103,15 @@ class Model(Stepper):
 
 def load(
     path: str | PathLike[str], *, threads: int | None = None, max_sequences: int | None = None, kv_tokens: int | None = None,
-    text: bool = False,
+    text: bool = False, device: "Device | None" = None,
 ) -> Model:
     """Load an artifact. Raises RuntimeFault where it is damaged, or not for this machine.
 
+    device: what an artifact for a GPU runs on; default, the first GPU. All its buckets are recorded before this returns.
     threads: default, the CPUs this process may use. max_sequences: in one step; default, what the buckets hold. kv_tokens:
     room of the KV pool; default, every sequence at full length, or what a quarter of the free memory holds if that is less
-    (pages become real when they are first written). text: prompts will be text, so read the tokenizer meanwhile.
+    (pages become real when they are first written), on a GPU of the device's, nine tenths. text: prompts will be text, so
+    read the tokenizer meanwhile.
     """
     start = perf_counter()
     artifact = read(path)
@@ -118,13 +122,29 @@ def load(
         tokenizer = LazyTokenizer(artifact)
         if text:
             tokenizer.start()
-        executor = Executor(artifact, threads or default_threads(), _kv_blocks(artifact, limits, kv_tokens))
+        if artifact.manifest.machine == GPU:
+            executor = _on_gpu(artifact, device, limits, kv_tokens)
+        else:
+            executor = Executor(artifact, threads or default_threads(), _kv_blocks(artifact, limits, kv_tokens, free_memory() // 4))
     except BaseException:
         artifact.close()
         raise
     model = Model(artifact, executor, limits, tokenizer)
+    if artifact.manifest.machine == GPU: model.prepare()
     model.timing.load_s = perf_counter() - start
     return model
+
+
+def _on_gpu(artifact: Artifact, device: "Device | None", limits: Limits, kv_tokens: int | None) -> "GpuExecutor":
+    from .gpu import GpuExecutor
+
+    if device is None:
+        from .cuda import CudaDevice
+
+        device = CudaDevice()
+    manifest = artifact.manifest
+    taken = (manifest.weights.data_bytes if manifest.weights else 0) + max((b.arena_bytes for b in manifest.buckets), default=0)
+    return GpuExecutor(artifact, device, _kv_blocks(artifact, limits, kv_tokens, max(0, device.free_memory() - taken) * 9 // 10))
 
 
 def _limits(manifest: Manifest, where: str, max_sequences: int | None) -> Limits:
@@ -139,11 +159,12 @@ def _limits(manifest: Manifest, where: str, max_sequences: int | None) -> Limits
     return Limits(largest["T"], max_sequences or fit, largest["R"], positions)
 
 
-def _kv_blocks(artifact: Artifact, limits: Limits, kv_tokens: int | None) -> int:
+def _kv_blocks(artifact: Artifact, limits: Limits, kv_tokens: int | None, room: int) -> int:
+    """room: bytes the pool may take by default."""
     if kv_tokens is not None:
         if kv_tokens < 1:
             raise RuntimeFault(f"kv_tokens is {kv_tokens}; it must be >= 1")
         return blocks_for(kv_tokens)
     wanted = limits.sequences * blocks_for(limits.positions)
-    affordable = free_memory() // 4 // max(1, kv_bytes_per_token(artifact) * BLOCK)
+    affordable = room // max(1, kv_bytes_per_token(artifact) * BLOCK)
     return max(1, min(wanted, affordable))

@@ -1,21 +1,21 @@
 """One step at a time: choose the smallest bucket that holds it, fill its inputs, replay its program."""
 from collections.abc import Mapping, Sequence
 from threading import RLock
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from . import options
 from .artifact import Artifact
-from .batch import SequenceState, Work, fill
+from .batch import SequenceState, Work, sizes
 from .blocks import BlockPool, blocks_for
 from .cache import Key, ReplayCache
-from .cpu import Executor
 from .errors import RuntimeFault
 from .manifest import BLOCK, BucketInfo
 from .outputs import StepResult
-from .table import StepTable
 
-CACHE_BYTES = 64 << 20
-"""Budget of the replay cache: the table of a 30-layer model is about 30 kB."""
+if TYPE_CHECKING:
+    from .cpu import Executor
+    from .gpu import GpuExecutor, GpuTable
+    from .table import StepTable
 
 Rows = Literal["last", "all", "none"]
 
@@ -57,12 +57,12 @@ class OpenSequence(SequenceState):
 class Stepper:
     """Runs steps of any mix of sequences. Callers of several threads take turns."""
 
-    def __init__(self, artifact: Artifact, executor: Executor, limits: Limits) -> None:
+    def __init__(self, artifact: Artifact, executor: "Executor | GpuExecutor", limits: Limits) -> None:
         self.artifact = artifact
         self.executor = executor
         self.limits = limits
-        self.pool = BlockPool(executor.kv_blocks, list(executor.kv.values()))
-        self.cache: ReplayCache[StepTable] = ReplayCache(CACHE_BYTES)
+        self.pool = BlockPool(executor.kv_blocks, list(executor.kv.values()), executor.clear)
+        self.cache: ReplayCache[StepTable | GpuTable] = ReplayCache(executor.cache_bytes)
         self.steps = 0
         self.lock = RLock()                                 # a step checks, runs and undoes what it did in one turn
         self._buckets = sorted(artifact.manifest.buckets, key=lambda b: (b.bucket["T"], b.bucket["N"]))
@@ -82,6 +82,11 @@ class Stepper:
             self._advance(works)
             rows = dims["R"]
             return self.executor.tokens(rows), self.executor.logits(rows) if logits and rows else None
+
+    def prepare(self) -> None:
+        """Make every bucket ready now, rather than when a step first needs it."""
+        with self.lock:
+            for bucket in self._buckets: self._table(bucket)
 
     def profile(self, sequence: OpenSequence, tokens: Sequence[int]) -> list[tuple[str, int]]:
         """Append tokens to a sequence in one step; (operator, nanoseconds with its barrier) of each step of the program."""
@@ -134,6 +139,7 @@ class Stepper:
     def close(self) -> None:
         """Stop the threads, give the memory back. It is of no use after."""
         with self.lock:
+            self.cache.clear()
             self.executor.close()
 
     def check_length(self, what: str, tokens: int) -> None:
@@ -144,21 +150,22 @@ class Stepper:
             room = self.pool.count * BLOCK
             raise RuntimeFault(f"{what} has {tokens} tokens; the KV pool holds {room} (load with a larger kv_tokens=)")
 
-    def _prepare(self, works: Sequence[Work], name: str = "") -> tuple[dict[str, int], StepTable]:
-        self.executor.library.require_ready()
+    def _prepare(self, works: Sequence[Work], name: str = "") -> tuple[dict[str, int], "StepTable | GpuTable"]:
+        self.executor.require_ready()
         for work in works:
             more = blocks_for(work.sequence.length + len(work.tokens)) - len(work.sequence.blocks)
             if more > 0:
                 self.pool.grow(work.sequence, more)
-        dims = fill(self.executor.views, works)
-        dims["P"] = self.pool.count
+        dims = sizes(works) | {"P": self.pool.count}
         bucket = self._bucket(dims, name)
-        manifest = self.artifact.manifest
-        table = self.cache.get(
-            Key(manifest.version, manifest.dtype, bucket.name), self.executor.places, lambda: self.executor.table(bucket.name),
-        )
+        self.executor.fill(works, bucket.bucket)
         self.cache.padded_tokens += bucket.bucket["T"] - dims["T"]
-        return dims, table
+        return dims, self._table(bucket)
+
+    def _table(self, bucket: BucketInfo) -> "StepTable | GpuTable":
+        manifest = self.artifact.manifest
+        key = Key(manifest.version, manifest.dtype, bucket.name)
+        return self.cache.get(key, self.executor.places, lambda: self.executor.table(bucket.name))
 
     def _bucket(self, dims: Mapping[str, int], name: str = "") -> BucketInfo:
         for bucket in self._buckets:
@@ -174,7 +181,7 @@ class Stepper:
             work.sequence.length += len(work.tokens)
 
     def _checked(self, sequences: Sequence[OpenSequence], tokens: Sequence[Sequence[int]], logits: str) -> list[list[int]]:
-        self.executor.library.require_ready()
+        self.executor.require_ready()
         if logits not in ("last", "all", "none"):
             raise RuntimeFault(f"logits is {logits!r}; it must be last, all or none")
         if len(sequences) != len(tokens) or not sequences or len(set(map(id, sequences))) != len(sequences):

@@ -1,6 +1,5 @@
 """The step table: a Program's steps as addresses, checked against what was allocated, ready for one call."""
 import ctypes
-import re
 from collections.abc import Callable, Mapping
 from time import perf_counter_ns
 from typing import TYPE_CHECKING
@@ -57,6 +56,18 @@ class StepTable:
         """Memory of the table itself."""
         return ctypes.sizeof(self._steps) + ctypes.sizeof(self._arguments)
 
+    def sizes(self, dims: Mapping[str, int]) -> Mapping[str, int]:
+        """The sizes kernels see: the live ones."""
+        return dims
+
+    def begin(self) -> None:
+        """Nothing: inputs and outputs lie where kernels find them. For whoever runs steps one by one."""
+
+    end = begin
+
+    def close(self) -> None:
+        """Nothing: its memory goes with it."""
+
     def run(self, dims: Mapping[str, int]) -> None:
         """Run every step once. dims: live sizes by name."""
         live = self._live(dims)
@@ -76,7 +87,7 @@ class StepTable:
 
     def views(self, index: int, dims: Mapping[str, int]) -> "list[View]":
         """The buffers one step reads and writes, at their live shapes, in its kernel's order."""
-        return [self._view(j, dims) for j in self.program.steps[index].args]
+        return [live_view(self.program.buffers[j], self._addresses[j], dims) for j in self.program.steps[index].args]
 
     def profile(self, dims: Mapping[str, int]) -> list[int]:
         """Run every step once; nanoseconds of each, the barrier after it included."""
@@ -98,15 +109,7 @@ class StepTable:
     def _call_aten(self, index: int, symbol: str, dims: Mapping[str, int]) -> None:
         from . import aten_step  # imports torch when it runs
 
-        views = self.views(index, dims)
-        reads = 1 + max((int(k) for k in re.findall(r'{"in":(\d+)}', symbol)), default=-1)      # results follow what is read
-        aten_step.run(symbol, views[:reads], views[reads:], dims)
-
-    def _view(self, index: int, dims: Mapping[str, int]) -> "View":
-        from .aten_step import View, size
-
-        b = self.program.buffers[index]
-        return View(self._addresses[index], b.dtype, tuple(n if isinstance(n, int) else size(n, dims) for n in b.shape))
+        aten_step.call(symbol, self.views(index, dims), dims)
 
     def _function(self, symbol: str, step: Step) -> int:
         found = self._library.symbol(symbol) if symbol else None
@@ -116,3 +119,10 @@ class StepTable:
 
     def _misfit(self, what: str) -> RuntimeFault:
         return RuntimeFault(f"{self._library.where}: {self.program.name}: {what}; compile it again")
+
+
+def live_view(b: Buffer, address: int, dims: Mapping[str, int]) -> "View":
+    """A buffer at its live shape."""
+    from .aten_step import View, size
+
+    return View(address, b.dtype, tuple(n if isinstance(n, int) else size(n, dims) for n in b.shape))

@@ -152,6 +152,8 @@ def _fill(folder: Path, parts: Parts) -> Manifest:
     if parts.code:
         code = f"code/{hashlib.sha256(parts.code).hexdigest()}.so"
         put(code, parts.code)
+    for name, cubin in parts.cubins.items():
+        put(name, cubin)
     weights = None
     if parts.weights:
         region: list[int] = []

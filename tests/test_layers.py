@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LAYERS = ("compiler", "passes", "backends", "runtime", "models")
-SCHEMA = ("runtime.artifact", "runtime.errors", "runtime.manifest", "runtime.program", "runtime.tensors")  # the format
+SCHEMA = ("runtime.artifact", "runtime.device", "runtime.errors", "runtime.manifest", "runtime.program", "runtime.tensors")  # the format
 
 # The first pattern that fits a module decides what it may import of ours; "{folder}" is the module's own backend.
 MAY_IMPORT = {
@@ -44,6 +44,7 @@ SDK = {
     "onnx": ("compiler.frontends.onnx", "backends.tensorrt*"),
     "onnxruntime": ("compiler.frontends.onnx",),
     "transformers": ("compiler.frontends.huggingface",),
+    "cuda": ("runtime.cuda",),
     "gguf": ("compiler.frontends.gguf*",),
     "torch": ("compiler*", "passes*", "backends*", "models*", "runtime.aten_step"),
     "typer": ("compiler.cli",),

@@ -31,12 +31,13 @@ class CostTable:
 
     def add(self, program: Program, units: Sequence[Unit], context: Any, names: Mapping[str, str]) -> None:
         """Take in a program, whose steps are these units. names: of each kernel hash."""
-        if len(units) != len(program.steps):
-            raise CheckFailed(f"{program.name} has {len(program.steps)} steps for {len(units)} units")
+        heads = [step for step in program.steps if not step.part]            # the first of a call's launches stands for them all
+        if len(units) != len(heads):
+            raise CheckFailed(f"{program.name} has steps of {len(heads)} calls for {len(units)} units")
         self.buckets[program.name] = dict(program.bucket)
         self._weight_bytes.update({b.tensor: b.bytes for b in program.buffers if b.kind == "weight"})
         self.steps[program.name] = [self._kernel(program, step, unit, context, names[step.kernel])
-                                    for step, unit in zip(program.steps, units, strict=True)]
+                                    for step, unit in zip(heads, units, strict=True)]
 
     def _kernel(self, program: Program, step: Step, unit: Unit, context: Any, name: str) -> int:
         """The entry of a step. An ATen step's kernel says nothing of its sizes, so its buffers count as well."""

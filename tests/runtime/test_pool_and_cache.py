@@ -4,6 +4,7 @@ import ctypes
 import pytest
 from infc.runtime.blocks import BlockPool, Holder
 from infc.runtime.cache import Key, ReplayCache
+from infc.runtime.device import OutOfMemory
 from infc.runtime.errors import RuntimeFault
 
 
@@ -82,6 +83,10 @@ def test_an_interrupt_loses_nothing(monkeypatch):
 class Entry:
     def __init__(self, size: int) -> None:
         self.bytes = size
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
 
 
 def key(bucket: str, version: str = "v", dtype: str = "bf16") -> Key:
@@ -113,6 +118,23 @@ def test_one_entry_larger_than_the_budget_stays():
 def test_every_part_of_the_key_counts(other):
     cache: ReplayCache[Entry] = ReplayCache(100)
     assert cache.get(key("a"), 0, lambda: Entry(1)) is not cache.get(other, 0, lambda: Entry(1))
+
+
+def test_a_device_that_is_full_makes_room() -> None:
+    cache: ReplayCache[Entry] = ReplayCache(1000)
+    kept = [cache.get(key(name), 0, lambda: Entry(1)) for name in "ab"]
+    room = [False, False, True]
+
+    def make() -> Entry:
+        if not room.pop(0): raise OutOfMemory("no room for the recording")
+        return Entry(1)
+
+    cache.get(key("c"), 0, make)
+    assert all(entry.closed for entry in kept)
+    assert {k: cache.counters()[k] for k in ("crowded", "evictions", "entries")} == {"crowded": 2, "evictions": 0, "entries": 1}
+    room[:] = [False] * 3
+    with pytest.raises(OutOfMemory, match="no room"): cache.get(key("d"), 0, make)
+    assert cache.counters()["entries"] == 0
 
 
 def test_memory_that_moved_is_noticed():
