@@ -16,7 +16,7 @@ from ..compiler.contracts import row_error
 from ..compiler.ir import Graph
 from ..compiler.placement import Unit, Value, is_alias, source_of
 from ..runtime.program import Program
-from .launch import Arg, Context, Out, Scratch, Weight, launches_of
+from .launch import Arg, Context, Launch, Out, Scratch, Weight, launches_of
 from .program import DTYPES
 
 _TORCH = {name: dtype for dtype, name in DTYPES.items()}
@@ -81,6 +81,11 @@ class ReferenceTable:
         return self.table.program
 
     @cached_property
+    def _launches(self) -> list[tuple[Launch, ...]]:
+        """Of each unit, its steps as they were lowered."""
+        return [launches_of(unit, self.bound.context) for unit in self.bound.units]
+
+    @cached_property
     def _firsts(self) -> list[int]:
         """Of each unit, its first step."""
         return [i for i, step in enumerate(self.program.steps) if not step.part]
@@ -124,8 +129,7 @@ class ReferenceTable:
 
     def _arguments(self, index: int, dims: Mapping[str, int]) -> list[tuple[Arg, Tensor]]:
         """What the step's kernel is given, beside what it is in the graph. Weights lie packed there: those come from the graph."""
-        launches = launches_of(self.bound.units[index], self.bound.context)
-        pairs = [pair for i, launch in enumerate(launches, self._firsts[index])
+        pairs = [pair for i, launch in enumerate(self._launches[index], self._firsts[index])
                  for pair in zip(launch.args, self.table.views(i, dims), strict=True)]
         return [(arg, tensor(view)) for arg, view in pairs if not isinstance(arg, (Scratch, Weight)) and not self._is_weight(arg)]
 

@@ -36,13 +36,17 @@ class LoopUnit(Unit):
 class Loops:
     """The backend of fused loops; `printer` turns a region into the text of a kernel."""
 
-    printer: Callable[[Region, Context], Launch]
+    printer: Callable[[Region, Context], Launch | tuple[Launch, ...]]
+    refuse: Callable[[Region], str | None] = lambda region: None
     name: str = "loops"
 
     def claim(self, graph: Graph, free: Sequence[fx.Node], context: Context) -> Claims:
         plan = find(graph, free, context.symbols or graph.symbols)
         units: list[Unit] = []
         for region in plan.regions:
+            if reason := self.refuse(region):
+                plan.refused.update(dict.fromkeys((n for n in region.nodes if not is_alias(n)), reason))
+                continue
             nodes = tuple(n for n in region.nodes if not is_alias(n))
             results = tuple(source_of(o.node) for o in region.outputs)
             units.append(LoopUnit(name_of(region), self.name, nodes, results,

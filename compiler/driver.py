@@ -13,16 +13,17 @@ import torch
 
 from .. import passes
 from ..backends import reference
+from ..backends.host_device import HostDevice
 from ..backends.launch import Context
 from ..backends.loops import cost as loop_cost
 from ..backends.program import DTYPES as NAMES
 from ..backends.program import Store, build
 from ..backends.reference import Bound
 from ..backends.regions import LoopUnit
-from ..runtime.artifact import GOLDEN, Parts, read, refuse_existing, write
-from ..runtime.golden import Case, pack, replay
+from ..runtime.artifact import GOLDEN, Parts, read, refuse_existing, verify_files, write
+from ..runtime.golden import Case, GoldenReport, pack, replay
 from ..runtime.library import default_threads
-from ..runtime.manifest import BLOCK, GoldenInfo, KvBuffer, Manifest, ModelInfo, PassInfo
+from ..runtime.manifest import BLOCK, GPU, GoldenInfo, KvBuffer, Manifest, ModelInfo, PassInfo
 from ..runtime.program import Program
 from ..runtime.session import load
 from ..runtime.writer import amend
@@ -48,15 +49,22 @@ from .quant import recipe, search
 from .quant.kv import parse_kv
 from .quant.pays import Pays
 from .quant.plan import METHODS, Plan, blind
-from .reuse import Entry, cache_folder
+from .reuse import Entry
 from .rewrite import Report
 
 if TYPE_CHECKING:
     from torch import nn
 
 DTYPES = ("bf16", "fp32")
-BUCKETS = (1, 16, 128, 512)
-"""Tokens per step. CPU kernels take the live count, so a bucket only bounds memory; 512 is where products reach their peak."""
+BUCKETS = {"cpu": (1, 16, 128, 512), "cuda": (1, 8, 64, 512, 2048)}
+"""Tokens per step. CPU kernels take the live count, so a bucket only bounds memory; 512 is where products reach their peak. A GPU runs a
+step at its bucket's size: decode at 1, 8 and 64 sequences, prompts in chunks of up to 2048."""
+
+SEQUENCES = {"cpu": 16, "cuda": 64}
+"""Sequences in one step."""
+
+VERIFY_TOKENS = 4096
+"""Room of the KV pool when a GPU's program is verified here: more than all golden cases together, twice."""
 
 MAX_BUCKET = 16384
 
@@ -72,8 +80,8 @@ class Options:
     dtype: str = "bf16"
     allow: str = "approximate"
     check: str = "fast"
-    buckets: tuple[int, ...] = BUCKETS
-    max_sequences: int = 16
+    buckets: tuple[int, ...] | None = None            # None: BUCKETS
+    max_sequences: int | None = None                  # None: SEQUENCES
     strict: bool = False
     dump: Path | None = None
     dump_asm: bool = False                            # the kernels' assembly as well
@@ -170,6 +178,7 @@ def compile(
     if not isinstance(model, (str, Path, torch.nn.Module, Graph)):
         raise UserError(f"a model's name, a path or a torch.nn.Module is expected, not {type(model).__name__}")
     target = targets.find(options.target)
+    options = _settled(options, target)
     _check_activations(options, target)
     backend = _backend(target.kind)
     toolchain = backend.toolchain(target.isa)
@@ -208,13 +217,15 @@ def compile(
         programs, placement, bounds = _programs(graph, options, backend, target.isa, store, table)
     if folder := options.dump or debug.dump():
         source = backend.source(store)
-        write_programs(folder, programs, store.kernels, source, (lambda: toolchain.assembly(source)) if options.dump_asm else None)
+        write_programs(folder, programs, store.kernels, backend.SOURCE, source,
+                       (lambda: toolchain.assembly(source)) if options.dump_asm else None)
     if debug.level() >= 4:
         listen(Event("note", "code", backend.source(store)))
     with clock.phase("code", f"building {len(store.kernels)} kernels with {toolchain.name}"):
-        code = toolchain.build(backend.source(store), cache_folder() / "code", lambda line: listen(Event("note", "code", line)))
+        code, cubins = backend.code(store, toolchain, lambda line: listen(Event("note", "code", line)),
+                                    lambda share, line: listen(Event("pass", "code", line, share)))
     with clock.phase("golden", "computing golden outputs in fp64"):
-        golden = verification.golden(captured, graph, options.buckets)
+        golden = verification.golden(captured, graph, options.buckets or ())
     version = keys.version(graph, programs, options, target.isa, toolchain.identity)
     summary = {"passes": report.json(), "notes": notes, "program": _summary(programs, placement), "coverage": _coverage(placement),
                "graph_error": golden.graph_error, "recipe": None if (used := recipe.of(graph)) is None else str(used),
@@ -225,14 +236,16 @@ def compile(
         manifest = _manifest(captured, graph, target, options, report, store, version, toolchain.identity, golden)
         parts = Parts(
             manifest=msgspec.structs.replace(manifest, quality=compile_gate.info(lost) if lost else None),
-            programs=programs, code=code, weights=backend.tensors(store),
+            programs=programs, code=code, cubins=cubins, weights=backend.tensors(store),
             golden=pack([Case(c.tokens, c.rows, c.logits.numpy()) for c in golden.cases]),
             tokenizer=(captured.meta.get("tokenizer_json") or "").encode(),
             report=summary | {"seconds": clock.seconds, "graphs": {"captured": graph_json(captured), "final": graph_json(graph)}},
         )
         verified = dict[str, Any]()
         eager = debug.eager()
-        replay_written = hooks.replay if hooks else lambda folder, bounds: _replay(folder, target, listen, bounds if eager else None)
+        replay_written = hooks.replay if hooks else lambda folder, bounds: (
+            _replay_on_host(folder, target, bounds) if target.kind == "cuda" else
+            _replay(folder, target, listen, bounds if eager else None))
 
         def check(folder: Path) -> None:
             verified.update(replay_written(folder, bounds))
@@ -266,6 +279,12 @@ def _pays(backend: Any, options: Options, target: targets.Target) -> Pays | None
     if options.quant == "none" or targets.missing(target): return None
     wide = torch.bfloat16 if options.dtype == "bf16" else torch.float32
     return Pays(lambda entries: backend.race(entries, target.isa, default_threads(), wide), options.keep_slow)
+
+
+def _settled(options: Options, target: targets.Target) -> Options:
+    """With what the target decides filled in."""
+    return replace(options, buckets=options.buckets or BUCKETS[target.kind],
+                   max_sequences=options.max_sequences or SEQUENCES[target.kind])
 
 
 def _gated(options: Options) -> bool:
@@ -336,7 +355,10 @@ def _entry(
 
 def _reused(entry: Entry, path: Path, options: Options, target: targets.Target, clock: _Clock) -> Result | None:
     verified = dict[str, Any]()
-    if not entry.take(path, options.force, lambda folder: verified.update(_replay(folder, target, clock.listen))):
+    def check(folder: Path) -> None:
+        verified.update(_hash_only(folder) if target.kind == "cuda" else _replay(folder, target, clock.listen))
+
+    if not entry.take(path, options.force, check):
         return None
     entry.note(f"the same compile was done before: copied {entry.path.name} and verified it again")
     with read(path) as artifact:
@@ -375,13 +397,13 @@ def _check(options: Options) -> None:
     _check_calibration(options)
     _check_kv(options)
     compile_gate.check_options(_quantized(options), options.data, options.quality, options.unverified)
-    if not options.buckets or any(b < 1 for b in options.buckets):
+    if options.buckets is not None and (not options.buckets or any(b < 1 for b in options.buckets)):
         raise UserError(f"buckets are {list(options.buckets)}: give at least one number of tokens, each 1 or more")
-    if max(options.buckets) > MAX_BUCKET:
+    if options.buckets and max(options.buckets) > MAX_BUCKET:
         raise UserError(f"a bucket of {max(options.buckets)} tokens: {MAX_BUCKET} is the largest; longer prompts run in chunks")
     if options.keep_going and options.check == "off":
         raise UserError("--keep-going leaves out passes that break their contract, and --check off checks none: choose one of them")
-    if not 1 <= options.max_sequences <= 256:
+    if options.max_sequences is not None and not 1 <= options.max_sequences <= 256:
         raise UserError(f"max_sequences is {options.max_sequences}: choose 1..256")
     if options.dump_asm and not (options.dump or debug.dump()):
         raise UserError("assembly is part of a dump: name its folder with --dump DIR")
@@ -431,9 +453,11 @@ def _run_passes(
 
 
 def pass_options(options: Options) -> dict[str, Any]:
-    """What passes may read of a compile's options."""
+    """What passes may read of a compile's options. wide_rows: rows that are to be rounded to 16 bits stay as they are."""
+    target = targets.find(options.target)
+    options = _settled(options, target)
     return {"dtype": options.dtype, "max_sequences": options.max_sequences, "quantization": _plan(options),
-            "kv": parse_kv(options.kv_quant)}
+            "kv": parse_kv(options.kv_quant), "wide_rows": target.kind == "cuda"}
 
 
 def _plan(options: Options) -> Plan | None:
@@ -471,12 +495,17 @@ def _backend(kind: str) -> Any:
         from ..backends import cpu
 
         return cpu
-    raise UserError(f"no backend for {kind} targets in this version")
+    try:
+        from ..backends.triton import backend
+    except ModuleNotFoundError as error:
+        raise UserError("compiling for a GPU needs Triton: pip install 'infc[gpu]'") from error
+    return backend
 
 
 def _programs(
     graph: Graph, options: Options, backend: Any, isa: str, store: Store, table: CostTable,
 ) -> tuple[list[Program], Placement, Bounds]:
+    assert options.buckets and options.max_sequences
     programs, placement, bounds = [], None, Bounds()
     for tokens in sorted(set(options.buckets)):
         rows = min(tokens, options.max_sequences)
@@ -528,10 +557,7 @@ def _replay(folder: Path, target: targets.Target, listen: Listener, bounds: Boun
         if bounds is not None:
             reference.install(model.executor, bounds, lambda step: False)
         report = replay(model)
-        if not report.passed:
-            raise CheckFailed(f"the program is not the graph: golden logits differ by {report.error:.3g}, the bound is {report.bound:.3g} "
-                              f"(per bucket: {', '.join(f'{k} {v:.3g}' for k, v in report.errors.items())}), "
-                              f"{report.wrong_tokens} tokens are not what their logits and settings give; nothing was written")
+        _refuse_other(report)
         size = model.memory()["weights"]
         times = sorted(model.executor.read_weights() for _ in range(5))
         if debug.level() >= 2:
@@ -539,7 +565,43 @@ def _replay(folder: Path, target: targets.Target, listen: Listener, bounds: Boun
         return {"replayed": True, "reference": bounds is not None, "read_gb_s": size / times[2], **msgspec.to_builtins(report)}
 
 
+def _replay_on_host(folder: Path, target: targets.Target, bounds: Bounds) -> dict[str, Any]:
+    """A GPU's programs in the CPU's memory, on reference operators: buffers, places, padding and the host's side of a step are as written.
+
+    The kernels are not, but where this process interprets them (TRITON_INTERPRET=1): then they run, grids and all, for hours if the
+    model is a real one. The tests judge each kernel against its operator, and so every kernel of a small model's programs.
+    """
+    from ..backends.triton.device import interpreter, interprets
+
+    with read(folder) as artifact:
+        programs = [artifact.program(name) for name in bounds]
+    device = interpreter(target.isa, programs, bounds) if interprets() else HostDevice(target.isa)
+    with load(folder, device=device, kv_tokens=VERIFY_TOKENS) as model:
+        if not interprets():
+            model.cache.clear()                              # recordings of kernels that cannot run here
+            reference.install(model.executor, bounds, lambda step: False)
+        report = replay(model, brief=True)
+    _refuse_other(report)
+    return {"replayed": True, "reference": not interprets(), "reason": "no kernel of a GPU runs on this machine", "by": device.name,
+            **msgspec.to_builtins(report)}
+
+
+def _refuse_other(report: GoldenReport) -> None:
+    """CheckFailed where golden prompts are not answered as they must be."""
+    if report.passed: return
+    raise CheckFailed(f"the program is not the graph: golden logits differ by {report.error:.3g}, the bound is {report.bound:.3g} "
+                      f"(per bucket: {', '.join(f'{k} {v:.3g}' for k, v in report.errors.items())}), "
+                      f"{report.wrong_tokens} tokens are not what their logits and settings give; nothing was written")
+
+
+def _hash_only(folder: Path) -> dict[str, Any]:
+    """A copy of an artifact that was verified when it was made."""
+    verify_files(folder).close()
+    return {"replayed": False, "reason": "it was verified when it was made, and every file is as it was then"}
+
+
 def _machine(target: targets.Target) -> str:
+    if target.kind == "cuda": return GPU
     return "x86_64" if target.flags else platform.machine()
 
 
@@ -560,7 +622,7 @@ def _coverage(placement: Placement) -> dict[str, Any]:
     units: dict[str, int] = {}
     for unit in placement.units:
         units[unit.backend] = units.get(unit.backend, 0) + 1
-    return {"steps": units, "refused": {n: why for n, why in placement.refused.items() if "cpu" in why and "loops" in why}}
+    return {"steps": units, "refused": {n: why for n, why in placement.refused.items() if "loops" in why and len(why) > 1}}
 
 
 def _region_cost(unit: Unit, dims: Mapping[str, int]) -> tuple[int, int] | None:

@@ -1,6 +1,7 @@
 """What a product with a quantized weight reads is rounded to codes, row by row as it comes: 16 bits (finer than bf16) or 8.
 
-One rounding for all who read the same value with the same codes.
+One rounding for all who read the same value with the same codes. 16 bits are for targets that multiply integers alone; where a product
+takes wide rows, they stay wide.
 APPROXIMATE: next-token distributions may not be further (KL) from the wide graph's than those of eager bf16 PyTorch, where
 codes have 16 bits; nor than 64 times that (8 times the noise) where they have 8.
 """
@@ -28,8 +29,9 @@ def run(graph: Graph, report: Report) -> int:
     if plan is None:
         return 0
     rounded: dict[tuple[fx.Node, int, int], fx.Node] = {}
+    wide = (0, 16) if report.options.get("wide_rows") else (0,)
     for node, scheme in _products(graph):
-        if not scheme.act_bits: continue
+        if scheme.act_bits in wide: continue
         key = (node.args[0], scheme.act_bits, scheme.act_group)
         if key not in rounded:
             if not report.may_fire(): break

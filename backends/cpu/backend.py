@@ -12,6 +12,7 @@ from torch import fx
 from ...compiler.errors import UserError
 from ...compiler.ir import Graph, target_name
 from ...compiler.placement import Backend, Claims, Unit, Value
+from ...compiler.reuse import cache_folder
 from ...runtime.program import ITEM_BYTES
 from ...runtime.tensors import Tensor
 from ..aten import Aten
@@ -21,6 +22,9 @@ from ..regions import Loops
 from . import claims, printer
 from .pack import LAYOUTS
 from .toolchain import KERNELS, assembly, build, find_compiler, flags
+
+SOURCE = "kernels.cpp"
+"""What a dump calls the source of a store."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,13 @@ def source(store: Store) -> str:
         f'\n// {kernel.name}: {kernel.op}\nextern "C" void {kernel.symbol}(void* const* b, const infc_run* r) {{\n{store.bodies[key]}\n}}\n'
         for key, kernel in store.kernels.items() if not kernel.symbol.startswith("aten::"))
     return includes + bodies
+
+
+def code(
+    store: Store, toolchain: "Toolchain", note: Callable[[str], None], progress: Callable[[float, str], None],
+) -> tuple[bytes, dict[str, bytes]]:
+    """The shared library of a store, and no other code. Raises as `Toolchain.build` does."""
+    return toolchain.build(source(store), cache_folder() / "code", note), {}
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -88,7 +89,7 @@ def build(
     CheckFailed for a kernel that does not compile, spills without saying so, or does not fit the arch.
     """
     asked = [request(launch, arch) for launch in launches]
-    ptxas = _ptxas(arch)
+    ptxas = assembler(arch)
     keys = [key(launch, one, ptxas) for launch, one in zip(launches, asked, strict=True)]
     unique = dict(zip(keys, asked, strict=True))
     folder = cache or cache_folder() / "triton"
@@ -113,7 +114,8 @@ def _judge(code: Code, launch: Launch) -> None:
                           f"{limits.shared_of_one}: give it smaller tiles or fewer stages")
 
 
-def _ptxas(arch: str) -> str:
+@cache
+def assembler(arch: str) -> str:
     """The version of the assembler Triton would call."""
     from triton import knobs
 

@@ -25,11 +25,16 @@ def run(op: str, **arguments: Any) -> Any:
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def check_interpreting() -> None:
-    """UserError unless this process interprets kernels."""
+def interprets() -> bool:
+    """Does this process interpret kernels?"""
     from triton import knobs
 
-    if not knobs.runtime.interpret:
+    return bool(knobs.runtime.interpret)
+
+
+def check_interpreting() -> None:
+    """UserError unless this process interprets kernels."""
+    if not interprets():
         raise UserError("Triton compiles kernels in this process: start it with TRITON_INTERPRET=1 to have them interpreted")
 
 

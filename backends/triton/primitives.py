@@ -28,6 +28,16 @@ def narrow(x, dtype: tl.constexpr):
     return x.to(dtype)
 
 
+@triton.jit
+def narrow_e4m3(x):
+    """fp32 within +-448 rounded to the nearest e4m3, ties to even. Interpreted, it is rounded here: the interpreter loses the carry."""
+    if INTERPRETED:
+        bits = x.to(tl.uint32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & 0xFFF00000).to(tl.float32, bitcast=True)
+        x = tl.where(tl.abs(x) < 0.015625, x + 24576.0 - 24576.0, normal)       # below 2**-6 in steps of 2**-9: 1.5 * 2**(23 - 9)
+    return x.to(tl.float8e4nv)
+
+
 # Codes become numbers by their bits: c under the exponent of 2**7 (bf16), 2**10 (fp16) or 2**23 (fp32) is that power plus c, and one
 # subtraction is left. Plain casts of bytes cost 8 instructions a 4-bit code on sm_90, of which 128 lanes must do 40 a cycle to keep up with
 # 4.8 TB/s; these cost 1.4 (4 bits) and 2.5 (8 bits). Words of two bytes lie in registers as bf16 pairs do, so nothing is moved.

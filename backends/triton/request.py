@@ -2,7 +2,8 @@
 
 Ints are i32, or i64 past 2**31; floats are fp32, never fp64. Every pointer is taken to be a multiple of 16 bytes when the offset of its
 tensor is (buffers start at multiples of 16), and an int when its value is: both follow from the launch, so nothing is guessed later.
-No argument is folded into the code because it is 1.
+No argument is folded into the code because it is 1. Ints of a generated kernel are live sizes, which change after the build: of them
+nothing is taken to be known.
 """
 import ast
 import inspect
@@ -19,7 +20,7 @@ from torch import Tensor
 from ...compiler.errors import CheckFailed, UserError, nearest
 from ...compiler.keys import PACKAGE, digest
 from .registry import Launch
-from .worker import ALIGNED, ARCHS, Constant, Dtype, Function, Request
+from .worker import ALIGNED, ARCHS, Constant, Dtype, Function, Generated, Request
 
 _POINTERS = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e5m2: "*fp8e5",
@@ -31,6 +32,8 @@ def request(launch: Launch, arch: str) -> Request:
     """UserError for an arch that is not known, CheckFailed for arguments that do not fit the kernel's own."""
     if arch not in ARCHS: raise UserError(f"unknown architecture {arch!r}: {nearest(arch, ARCHS)}")
     python = launch.function.fn
+    loader = python.__globals__.get("__loader__")
+    text = loader.text if isinstance(loader, Generated) else ""
     parameters = inspect.signature(python).parameters
     unknown = sorted(launch.constants.keys() - parameters.keys())
     if unknown: raise CheckFailed(f"kernel {python.__name__} has no constant {unknown[0]!r}; it takes {', '.join(parameters)}")
@@ -45,9 +48,9 @@ def request(launch: Launch, arch: str) -> Request:
             signature[name], constants[name] = "constexpr", _constant(python.__name__, name, value)
             continue
         signature[name] = _type(python.__name__, name, value)
-        if _is_aligned(value): aligned.append(position)
+        if _is_aligned(value) and not (text and isinstance(value, int)): aligned.append(position)
     if given: raise CheckFailed(f"kernel {python.__name__} is launched with {len(given)} arguments too many")
-    return Request(python.__module__, python.__name__, signature, constants, tuple(aligned), launch.warps, launch.stages, arch)
+    return Request(python.__module__, python.__name__, signature, constants, tuple(aligned), launch.warps, launch.stages, arch, text)
 
 
 def _constant(kernel: str, name: str, value: Any) -> Constant:
@@ -80,9 +83,14 @@ def key(launch: Launch, asked: Request, ptxas: str) -> str:
     """sha256 of all that decides the code: the request, the text of what it runs, the compilers, and how we call them."""
     import triton
 
-    how = [Path(__file__).with_name(name).read_bytes() for name in ("request.py", "build.py", "worker.py")]
     sources = source(launch.function, *(c for c in launch.constants.values() if hasattr(c, "fn")))
-    return digest([msgspec.msgpack.encode(asked, order="deterministic"), *sources, triton.__version__, ptxas, *how])
+    return digest([msgspec.msgpack.encode(asked, order="deterministic"), *sources, triton.__version__, ptxas, *_how()])
+
+
+@cache
+def _how() -> list[bytes]:
+    """How we call the compilers."""
+    return [Path(__file__).with_name(name).read_bytes() for name in ("request.py", "build.py", "worker.py")]
 
 
 def source(*functions: Any) -> tuple[str, ...]:

@@ -4,12 +4,17 @@ A request that fails ends the process with a traceback, whose last lines the par
 torch of its own, as that is most of the time it takes to start.
 """
 import contextlib
+import hashlib
 import importlib
 import io
 import os
 import re
 import struct
 import sys
+from functools import cache
+from importlib.abc import ExecutionLoader
+from importlib.util import module_from_spec, spec_from_loader
+from types import ModuleType
 from typing import Any, BinaryIO
 
 import msgspec
@@ -52,12 +57,38 @@ class Request(msgspec.Struct, frozen=True):
     warps: int
     stages: int
     arch: str
+    text: str = ""                       # of a generated module; where there is none, `module` is imported
 
     @property
     def title(self) -> str:
         """How a message calls it."""
         chosen = ", ".join(f"{name}={getattr(value, 'name', value)}" for name, value in self.constants.items())
         return f"{self.name}[{', '.join(filter(None, (chosen, f'{self.warps} warps', f'{self.stages} stages')))}] for {self.arch}"
+
+
+class Generated(ExecutionLoader):
+    """Makes a module of a text. Its name and its file's follow from the text alone, and `inspect` finds the text here."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.name = f"infc_generated_{hashlib.sha256(text.encode()).hexdigest()}"
+
+    def get_source(self, fullname: str) -> str:
+        return self.text
+
+    def get_filename(self, fullname: str) -> str:
+        return f"{self.name}.py"
+
+
+@cache
+def generated(text: str) -> ModuleType:
+    """The module of a text, made once."""
+    loader = Generated(text)
+    spec = spec_from_loader(loader.name, loader)
+    assert spec is not None
+    module = sys.modules[loader.name] = module_from_spec(spec)
+    loader.exec_module(module)
+    return module
 
 
 class Binary(msgspec.Struct, frozen=True):
@@ -109,7 +140,7 @@ def compile_one(asked: Request) -> Binary:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    function = getattr(importlib.import_module(asked.module), asked.name)
+    function = getattr(generated(asked.text) if asked.text else importlib.import_module(asked.module), asked.name)
     source = ASTSource(function, asked.signature, {name: _value(c) for name, c in asked.constants.items()},
                        {(position,): [["tt.divisibility", ALIGNED]] for position in asked.aligned})
     log = io.StringIO()

@@ -46,13 +46,13 @@ def program_text(data: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_programs(folder: Path, programs: Sequence[Program], kernels: Mapping[str, Kernel], source: str,
+def write_programs(folder: Path, programs: Sequence[Program], kernels: Mapping[str, Kernel], name: str, source: str,
                    assembly: Callable[[], str] | None = None) -> None:
-    """Each bucket's program as text and data, the generated source, and its assembly (made by the call) if asked for."""
+    """Each bucket's program as text and data, the kernels' source as file `name`, and its assembly (made by the call) if asked for."""
     for program in programs:
         data = program_json(program, kernels)
         write_json(folder / f"program-{program.name}.json", data)
         write_whole(folder / f"program-{program.name}.txt", program_text(data))
-    write_whole(folder / "kernels.cpp", source)
+    write_whole(folder / name, source)
     if assembly is not None:
         write_whole(folder / "kernels.s", assembly())

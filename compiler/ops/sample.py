@@ -18,9 +18,10 @@ def cost(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, unif
 
 def draw(logits: Tensor, temperature: float, top_k: int, top_p: float, uniform: float) -> int:
     """One row. fp64 inside, so that the judge's cumulative sums have no rounding worth speaking of."""
-    wide = torch.where(logits.isnan(), -math.inf, logits.double())
-    likeliest = int((wide == wide.max()).nonzero()[0])                         # the lowest index wins a tie
+    known = torch.where(logits.isnan(), -math.inf, logits)
+    likeliest = int((known == known.max()).nonzero()[0])                       # the lowest index wins a tie
     if not temperature >= GREEDY_BELOW: return likeliest
+    wide = known.double()
     probs, order = torch.softmax((wide - wide.max()) / temperature, -1).sort(descending=True, stable=True)
     if 0 < top_k < len(probs): probs = probs[:top_k]
     mass = probs.cumsum(0)

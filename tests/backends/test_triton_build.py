@@ -186,7 +186,7 @@ DAMAGE = {"cut": lambda raw: raw[: len(raw) // 2], "empty": lambda raw: b"",
 def test_a_damaged_entry_is_noted_and_made_again(
     how: str, scaled: Code, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    name = key(ptxas=building._ptxas("sm_90a"))
+    name = key(ptxas=building.assembler("sm_90a"))
     entry, good = tmp_path / name, (cache / name).read_bytes()
     if how == "folder": (entry / "inside").mkdir(parents=True)
     else: entry.write_bytes(DAMAGE[how](good))
@@ -198,7 +198,7 @@ def test_a_damaged_entry_is_noted_and_made_again(
 
 
 def test_an_entry_under_another_key_is_not_used(scaled: Code, cache: Path, tmp_path: Path) -> None:
-    name = key(ptxas=building._ptxas("sm_90a"))
+    name = key(ptxas=building.assembler("sm_90a"))
     (tmp_path / "other").write_bytes((cache / name).read_bytes())
     notes: list[str] = []
     assert building._kept(tmp_path / "other", "sm_90a", "", notes.append) is None and len(notes) == 1

@@ -196,3 +196,49 @@ REFUSED = [
 def test_refuses_with_a_reason(op: str, arguments: dict, reason: str) -> None:
     assert reason in (kernels()[op].refuse(**arguments) or "")
     with pytest.raises(ValueError, match="^" + op): run(op, **arguments)
+
+
+CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+HALF = {"int8": 0.5 + 2.0**-12, "fp8": 2.0**-4 + 2.0**-12}             # largest error: in steps of the scale, as a share of the value
+
+
+def coded(op: str, given: dict, heads: int, widths: tuple[int, int], format: str) -> None:
+    """Run kernel and wide reference in fp64: what is written means that, to half a step of its codes; elsewhere nothing is written."""
+    found = {f"{name}_cache": torch.full((3, heads, 32, width), 7.0).to(CODES[format]) for name, width in zip("kv", widths, strict=True)}
+    found |= {f"{name}_scale": torch.full((3, heads, 32, 1), -7.0) for name in "kv"}
+    wide = {f"{name}_cache": torch.full((3, heads, 32, width), -7.0 * 7.0, dtype=torch.float64)
+            for name, width in zip("kv", widths, strict=True)}
+    plainly = {name: cache.to(torch.float32) for name, cache in wide.items()}
+    y, alone = run(op, **given, **found, format=format), op.removesuffix("_quantized")
+    p, e = plain(alone, **given, **plainly), exact(alone, **given, **wide)
+    if p is not None: judge(y, p, e)
+    for name in "kv":
+        codes, scale, meant = found[f"{name}_cache"].double(), found[f"{name}_scale"].double(), wide[f"{name}_cache"]
+        lost = meant.isnan().any(-1, keepdim=True)
+        assert torch.equal(scale.isnan(), lost)                         # one NaN, and a head's token has no scale
+        unit = scale.abs() if format == "int8" else torch.maximum(meant.abs(), scale.abs() * 2.0**-6)
+        error = (codes * scale - meant).abs() / unit.clamp(min=1e-28)
+        assert float(error[~lost.expand_as(error)].max()) <= HALF[format]
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_kv_write_quantized(dtype: torch.dtype, format: str) -> None:
+    for heads, widths in ((2, (40, 40)), (1, (1, 3)), (9, (130, 64))):
+        k, v = (randn(7, heads, width, dtype=dtype, seed=i) for i, width in enumerate(widths))
+        k[0, 0], k[1, 0, 0], v[3] = 0.0, torch.nan, v[3] * 1e20
+        coded("infc::kv_write_quantized", {"k": k, "v": v, "slots": torch.tensor(SLOTS, dtype=I32)}, heads, widths, format)
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("shape", "dtype"), [(shape, d) for shape in HEADS for d in (BF16, F32)], ids=str)
+def test_rope_kv_write_quantized(shape: tuple[int, int, int, int], dtype: torch.dtype, interleaved: bool, format: str) -> None:
+    q_heads, kv_heads, width, half = shape
+    angle = randn(7, half, seed=2)
+    qkv = randn(7, (q_heads + 2 * kv_heads) * width, dtype=dtype)
+    qkv[4, q_heads * width :] = 0.0
+    qkv[6, q_heads * width] = torch.nan
+    given = {"qkv": qkv, "cos": angle.cos(), "sin": angle.sin(), "slots": torch.tensor(SLOTS, dtype=I32), "q_heads": q_heads,
+             "kv_heads": kv_heads, "interleaved": interleaved}
+    coded("infc::rope_kv_write_quantized", given, kv_heads, (width, width), format)

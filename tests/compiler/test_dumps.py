@@ -212,9 +212,9 @@ def test_programs_tell_lifetimes_and_where_steps_came_from():
 
 
 def test_assembly_only_if_asked(tmp_path):
-    write_programs(tmp_path, [PROGRAM], KERNELS, "source")
+    write_programs(tmp_path, [PROGRAM], KERNELS, "kernels.cpp", "source")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["kernels.cpp", "program-step_T4.json", "program-step_T4.txt"]
-    write_programs(tmp_path, [], KERNELS, "source", lambda: "mov")
+    write_programs(tmp_path, [], KERNELS, "kernels.cpp", "source", lambda: "mov")
     assert (tmp_path / "kernels.s").read_text() == "mov"
 
 

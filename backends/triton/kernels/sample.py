@@ -190,4 +190,4 @@ def lower(emit: Emit, token: Tensor, logits: Tensor, temperature: Tensor, top_k:
     best_index, index = emit.empty(rows, splits, dtype=torch.int32, like=logits), emit.empty(rows, block, dtype=torch.int32, like=logits)
     emit(_largest, grid=(rows, splits), args=(logits, best, best_index), V=vocab, BLOCK=min(SPLIT, power_of_2(vocab)), warps=8)
     emit(_draw, grid=(rows,), args=(logits, temperature, top_k, top_p, uniform, best, best_index, value, index, token),
-         warps=max(1, block // 64), V=vocab, SPLITS=splits, SPLITS_BLOCK=power_of_2(splits), BLOCK=block)
+         warps=16 if vocab > ROOM else max(1, block // 128), V=vocab, SPLITS=splits, SPLITS_BLOCK=power_of_2(splits), BLOCK=block)

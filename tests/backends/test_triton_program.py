@@ -1,0 +1,104 @@
+"""Whole programs for a GPU, their kernels interpreted: every bucket, chunked prompts, a mixed batch, padding; against fp64."""
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from triton_env import kernels  # first: kernels of this process are interpreted
+
+from decoders import llama  # isort: skip
+from infc.backends.host_device import HostDevice
+from infc.backends.triton.device import interpreter
+from infc.compiler import driver
+from infc.compiler.driver import Hooks, Options
+from infc.compiler.errors import CheckFailed
+from infc.runtime import golden
+from infc.runtime.artifact import read
+from infc.runtime.device import Copy
+from infc.runtime.errors import RuntimeFault
+from infc.runtime.session import Model, load
+
+BUCKETS = (1, 4, 16)
+KINDS = {"bf16": Options(), "fp32": Options(dtype="fp32"), "int8 KV": Options(kv_quant="int8", unverified=True),
+         "fp8 KV": Options(kv_quant="fp8", unverified=True), "w4": Options(quant="w4", quant_method="rtn", unverified=True)}
+
+
+def compiled(folder: Path, options: Options, bounds: driver.Bounds) -> Path:
+    """A decoder of two layers with 4 query heads on 2 kv heads; nothing of it has run yet."""
+    def rewrite(graph):
+        return driver._run_passes(graph, options, lambda event: None)
+
+    def keep(_: Path, found: driver.Bounds) -> dict[str, object]:
+        bounds.update(found)
+        return {"replayed": False}
+
+    options = replace(options, target="h100", buckets=BUCKETS, max_sequences=3)
+    return driver.compile(llama(), folder / "llama.infc", options=options, hooks=Hooks(rewrite, keep)).artifact
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    bounds = driver.Bounds()
+    path = compiled(tmp_path_factory.mktemp("program"), KINDS[request.param], bounds)
+    with read(path) as artifact:
+        device = interpreter("sm_90a", [artifact.program(name) for name in bounds], bounds)
+    with load(path, device=device, kv_tokens=256) as loaded:
+        loaded.pool.poison()
+        yield loaded
+
+
+@pytest.mark.parametrize(("tokens", "length"), [(1, 1), (4, 9), (16, 37)])
+def test_a_bucket_gives_what_fp64_gives(model: Model, tokens: int, length: int) -> None:
+    """As many steps as the bucket needs, the last of them padded; the tokens drawn are those of the logits."""
+    bucket = next(b for b in model.manifest.buckets if b.bucket["T"] == tokens)
+    case = next(c for c in golden._cases(model) if len(c.tokens) == length)
+    found, wrong = golden._run(model, case, bucket)
+    error = golden._error("max_abs", case.logits, found)
+    print(f"{model.manifest.dtype} {bucket.name}: largest error against fp64 {error:.3g}, bound {model.manifest.golden.bound:.3g}")
+    assert error <= model.manifest.golden.bound and not wrong
+
+
+def test_a_mixed_batch_gives_what_each_prompt_gives_alone(model: Model) -> None:
+    """Three sequences of other lengths in chunks of a step, then decoding together, in blocks that others gave back."""
+    cases = [case for case in golden._cases(model) if len(case.tokens) in (1, 9)]
+    for case, found in zip(cases, golden._run_mixed(model, cases), strict=True):
+        assert golden._error("max_abs", case.logits, found) <= model.manifest.golden.bound
+
+
+def test_no_step_calls_aten_and_every_kernel_is_built(model: Model) -> None:
+    manifest = model.manifest
+    assert manifest.machine == "cuda" and not manifest.isa and all(b.aten_steps == 0 for b in manifest.buckets)
+    for kernel in manifest.kernels:
+        assert kernel.arch == "sm_90a" and kernel.file.endswith(".cubin") and kernel.threads and kernel.spill_bytes == 0
+        assert manifest.files[kernel.file].bytes > 0
+
+
+def test_replays_move_nothing(model: Model) -> None:
+    """Ten decode steps: the same recording, the same places."""
+    places, before = model.executor.places, model.counters
+    with model.sequence() as sequence:
+        for _ in range(3): model.step([sequence], [[1]])
+    assert model.executor.places == places
+    assert model.counters["misses"] == before["misses"] and model.counters["hits"] == before["hits"] + 3
+
+
+def test_wrong_work_is_seen() -> None:
+    device = HostDevice("sm_90a")
+    first, second = device.allocate(64, "arena"), device.host(64)
+    device.record([Copy(first, second, 64, "in")]).replay()
+    with pytest.raises(CheckFailed, match="no region"): device.record([Copy(first, second, 65, "in")])
+    with pytest.raises(CheckFailed, match="no region"): device.upload(first + 60, b"12345")
+    import ctypes
+
+    ctypes.memset(first + 64, 0, 1)
+    with pytest.raises(CheckFailed, match="outside the arena"): device.record([]).replay()
+
+
+def test_an_artifact_for_another_gpu_is_refused(tmp_path: Path) -> None:
+    path = compiled(tmp_path, KINDS["bf16"], driver.Bounds())
+    with pytest.raises(RuntimeFault, match=r"built for sm_90a.*sm_80"): load(path, device=HostDevice("sm_80"))
+
+
+def test_every_operator_has_kernels() -> None:
+    assert len(kernels()) >= 20 and torch.ops.aten.embedding.default in {k.call for k in kernels().values()}
