@@ -30,6 +30,7 @@ from ..runtime.writer import amend
 from . import debug, keys, misses, targets, verification
 from .costs import cost, machine
 from .costs.cost_table import CostTable
+from .costs.data_sheet import data_sheet
 from .costs.explain import at_rate
 from .costs.step_times import step_times
 from .dump.dump_files import refuse_filled
@@ -635,28 +636,31 @@ def _kv_bytes_per_token(graph: Graph) -> int:
 
 
 def _predict(costs: dict[str, Any], manifest: Manifest, verified: dict[str, Any]) -> dict[str, Any]:
-    """Decode of one sequence at the read rate measured while verifying; nothing where the target is another machine.
+    """Decode of one sequence at the read rate measured while verifying; nothing where the target is another CPU.
 
-    With the peaks of this machine, where `infc explain` has measured them, step by step; else by what it reads alone.
+    With the peaks of this machine, where `infc explain` has measured them, step by step; else by what it reads alone. A GPU's are
+    those of its data sheet.
     """
-    if "read_gb_s" not in verified:
+    sheet = data_sheet(targets.find(manifest.target)) if manifest.machine == GPU else None
+    if "read_gb_s" not in verified and sheet is None:
         return {}
+    rate = sheet.read_gb_s if sheet else verified["read_gb_s"]
     context = min(256, manifest.model.max_positions - 1)     # a short model has no longer one to decode at
     phase = cost.decode(1, context)
     moved = [cost.moved(kernel, phase.loads[0]) for kernel in cost.steps_of(costs, phase.loads[0])]
     streamed = sum(m.weights + m.kv for m in moved)
     found: dict[str, Any] = {"context": context, "bytes": int(streamed), "flops": int(sum(m.flops for m in moved)),
-                             "read_gb_s": verified["read_gb_s"]}
-    peaks = machine.known_peaks(costs["isa"], default_threads())
+                             "read_gb_s": rate}
+    peaks = sheet or machine.known_peaks(costs["isa"], default_threads())
     if peaks is None:
-        seconds, binds = streamed / (verified["read_gb_s"] * 1e9), {"memory": 1.0}
+        seconds, binds = streamed / (rate * 1e9), {"memory": 1.0}
     else:
-        peaks = at_rate(peaks, verified["read_gb_s"], costs)
+        if not sheet: peaks = at_rate(peaks, rate, costs)
         steps = cost.predict_load(costs, phase.loads[0], peaks)
         seconds = sum(step.seconds for step in steps)
         binds = {b: sum(s.seconds for s in steps if s.bound == b) / seconds for b in ("memory", "compute", "barrier")}
     return found | {"decode_ms": seconds * 1e3, "decode_tok_s": 1 / seconds, "bound": max(binds, key=binds.__getitem__),
-                    "by": "reads alone" if peaks is None else "measured peaks", "shares": binds}
+                    "by": "the data sheet" if sheet else "reads alone" if peaks is None else "measured peaks", "shares": binds}
 
 
 def _size(path: Path) -> int:

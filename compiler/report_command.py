@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..runtime.artifact import Artifact, read
+from ..runtime.manifest import GPU
 from .costs.cost import Costs, Phase, steps_of
 from .costs.peaks import Peaks
 from .errors import UserError
@@ -54,8 +55,11 @@ def _peaks(artifact: Artifact, threads: int | None, tell: Callable[[str], object
     from ..runtime.library import default_threads
     from . import targets
     from .costs import machine
+    from .costs.data_sheet import data_sheet
 
     costs = artifact.report().get("costs")
+    if costs and artifact.manifest.machine == GPU:
+        return data_sheet(targets.find(artifact.manifest.target))
     missing = set(artifact.manifest.isa) - targets.host_flags()
     if not costs or missing:
         tell(f"no speed is predicted: this CPU lacks {', '.join(sorted(missing))}" if missing else "no speed is predicted: no costs in it")

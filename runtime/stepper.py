@@ -89,7 +89,10 @@ class Stepper:
             for bucket in self._buckets: self._table(bucket)
 
     def profile(self, sequence: OpenSequence, tokens: Sequence[int]) -> list[tuple[str, int]]:
-        """Append tokens to a sequence in one step; (operator, nanoseconds with its barrier) of each step of the program."""
+        """Append tokens to a sequence in one step; (operator, nanoseconds with its barrier) of each step of the program.
+
+        The launches of one call are one entry.
+        """
         return self.profile_batch([sequence], [tokens])
 
     def profile_batch(self, sequences: Sequence[OpenSequence], tokens: Sequence[Sequence[int]], rows: int = 1) -> list[tuple[str, int]]:
@@ -100,7 +103,10 @@ class Stepper:
             dims, table = self._prepare(works)
             times = table.profile(dims)
             self._advance(works)
-            return [(step.op, ns) for step, ns in zip(table.program.steps, times, strict=True)]
+            found: list[tuple[str, int]] = []
+            for step, ns in zip(table.program.steps, times, strict=True):
+                found.append((step.op, ns + found.pop()[1]) if step.part else (step.op, ns))
+            return found
 
     def sequence(self) -> OpenSequence:
         """An empty sequence, for `step`."""

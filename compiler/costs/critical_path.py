@@ -33,9 +33,13 @@ def edges(program: Program) -> set[tuple[int, int]]:
 def critical_path(program: Program, seconds: Sequence[float]) -> dict[str, Any]:
     """{"seconds", "steps", "all_seconds", "all_steps", "share"}: the longest path by predicted times beside the sum of all steps.
 
+    seconds: of each call; where one takes several launches, its first stands for them all.
+
     The CPU runs steps one after the other, each on all threads, so the sum is what a step costs; the path is what it would cost
     if independent steps ran side by side, each as fast as it is now.
     """
+    each = iter(seconds)
+    seconds = [0.0 if step.part else next(each) for step in program.steps]
     graph = networkx.DiGraph()
     graph.add_nodes_from(range(len(program.steps)))
     graph.add_edges_from(edges(program))

@@ -9,8 +9,11 @@ from typing import Any
 from ...runtime.artifact import Artifact, read
 from ...runtime.isa import this_cpu
 from ...runtime.library import default_threads
+from ...runtime.manifest import GPU
+from .. import targets
 from ..errors import UserError
 from . import cost, diagnose, levers
+from .data_sheet import data_sheet
 from .machine import machine_peaks, peaks_now
 from .peaks import Peaks
 
@@ -71,6 +74,10 @@ def _phases(costs: cost.Costs, tokens: Sequence[int], contexts: Sequence[int], b
 
 
 def _peaks(path: Path, artifact: Artifact, costs: cost.Costs, threads: int, note: Callable[[str], object]) -> Peaks:
+    if artifact.manifest.machine == GPU:
+        target = targets.find(artifact.manifest.target)
+        note(f"times are the least that {target.name}'s data sheet allows; those of the card itself are measured where it is")
+        return data_sheet(target)
     missing = sorted(set(artifact.manifest.isa) - set(this_cpu().flags))
     if missing: raise UserError(f"{path}: is for a CPU with {', '.join(missing)}; peaks are measured, so explain it on its target")
     return machine_peaks(costs["isa"], threads, note)
