@@ -44,7 +44,7 @@ class Executor:
             self._arena = self._region(self._arena_bytes, "arena", huge=True)
             self.kv = self._allocate_kv()
             self._weights = self._region(manifest.weights.data_bytes if manifest.weights else 0, "weights", huge=True)
-            self._copy_weights()
+            self.upload(artifact)
         except BaseException:
             self.close()
             raise
@@ -71,15 +71,16 @@ class Executor:
         self._regions.append(region)
         return region
 
-    def _copy_weights(self) -> None:
-        info = self.artifact.manifest.weights
+    def upload(self, artifact: Artifact) -> None:
+        """Copy an artifact's weights to where this one's lie. RuntimeFault where a byte differs from what was recorded."""
+        info = artifact.manifest.weights
         if info is None:
             return
         sums = (ctypes.c_uint32 * max(1, len(info.crc32c)))()
         if len(info.crc32c) != -(-info.data_bytes // info.chunk) or _WINDOW % info.chunk:
             raise RuntimeFault(f"{self._where}: its manifest has {len(info.crc32c)} sums for {info.data_bytes} bytes of weights; "
                                "compile it again")
-        with self.artifact.weights() as span:
+        with artifact.weights() as span:
             for done in range(0, info.data_bytes, _WINDOW):
                 size, at = min(_WINDOW, info.data_bytes - done), span.offset + info.data_offset + done
                 page = at // mmap.PAGESIZE * mmap.PAGESIZE
@@ -90,7 +91,7 @@ class Executor:
                     del source                            # the window cannot be closed while it is pointed into
         for chunk, (found, expected) in enumerate(zip(sums, info.crc32c, strict=True)):
             if found != expected:
-                raise self.artifact.weight_fault(chunk)
+                raise artifact.weight_fault(chunk)
 
     @property
     def places(self) -> tuple[int, ...]:

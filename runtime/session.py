@@ -1,5 +1,6 @@
 """Model: what infc.load returns. Text or token ids in, answers out; many sequences in one step graph."""
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from os import PathLike
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from .text import LazyTokenizer
 
 if TYPE_CHECKING:
     from .device import Device
+    from .golden import GoldenReport
     from .gpu import GpuExecutor
     from .tokenizer import Tokenizer
 
@@ -89,6 +91,41 @@ class Model(Stepper):
             self._take_times(start, requests)
             yield Piece(shown, token, request.finish_reason)
 
+    def swap_weights(self, path: str | PathLike[str]) -> "GoldenReport":
+        """Take the weights of another artifact of the same model, a fine-tuned one, in place of these; its golden prompts are replayed.
+
+        Nothing moves and nothing is compiled: programs, kernels and places must be the same. Raises RuntimeFault, and answers as
+        before, where they are not, where a sequence is open, where the file is damaged, or where an answer is not the recorded one.
+        """
+        with self.lock, ExitStack() as opened:
+            self.executor.require_ready()
+            old, new = self.artifact, read(path)
+            opened.callback(new.close)
+            if why := _other_model(old.manifest, new.manifest): raise RuntimeFault(f"{path}: {why}; load it as a model of its own")
+            self.pool.recover()
+            if self.pool.free != self.pool.count:
+                raise RuntimeFault(f"{path}: a sequence is open, and its keys are of the old weights; close it first")
+            try:
+                report = self._take(new)
+                if not report.passed:
+                    raise RuntimeFault(f"{path}: its golden prompts are off by {report.error:.3g}, {report.bound:.3g} is allowed; "
+                                       "the old weights are back")
+            except BaseException:
+                self._take(old)
+                raise
+            opened.pop_all()
+            old.close()
+            return report
+
+    def _take(self, artifact: Artifact) -> "GoldenReport":
+        from .golden import replay
+
+        self.executor.upload(artifact)
+        self.artifact = self.executor.artifact = artifact
+        self.cache.clear()
+        self.prepare()
+        return replay(self)
+
     def __enter__(self) -> "Model":
         return self
 
@@ -133,6 +170,16 @@ def load(
     if artifact.manifest.machine == GPU: model.prepare()
     model.timing.load_s = perf_counter() - start
     return model
+
+
+def _other_model(old: Manifest, new: Manifest) -> str:
+    """Why an artifact's weights do not fit another's programs; empty where they do."""
+    for what, one, other in (("target", old.target, new.target), ("kernels", old.kernels, new.kernels), ("KV cache", old.kv, new.kv)):
+        if one != other: return f"its {what} is not that of the model that is loaded" if what != "kernels" else "its kernels are others"
+    programs = [{name: file.sha256 for name, file in m.files.items() if name.startswith("programs/")} for m in (old, new)]
+    if programs[0] != programs[1]: return "its programs are others"
+    if (old.weights and old.weights.header_sha256) != (new.weights and new.weights.header_sha256): return "its weights lie elsewhere"
+    return ""
 
 
 def _on_gpu(artifact: Artifact, device: "Device | None", limits: Limits, kv_tokens: int | None) -> "GpuExecutor":

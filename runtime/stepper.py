@@ -177,9 +177,8 @@ class Stepper:
         for bucket in self._buckets:
             if name in ("", bucket.name) and all(dims[d] <= bucket.bucket[d] for d in ("T", "N", "R", "M")):
                 return bucket
-        largest = self._buckets[-1].bucket
-        raise RuntimeFault(f"{self.artifact.path}: a step of {dict(dims)} fits no bucket; the largest is {largest}; "
-                           "compile with larger buckets")
+        there = ", ".join(f"{b.name} ({' '.join(f'{d}={n}' for d, n in b.bucket.items())})" for b in self._buckets)
+        raise RuntimeFault(f"{self.artifact.path}: a step of {dict(dims)} fits no bucket; there are {there}; compile with larger buckets")
 
     def _advance(self, works: Sequence[Work]) -> None:
         self.steps += 1

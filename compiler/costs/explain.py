@@ -199,12 +199,14 @@ def show(report: Mapping[str, Any]) -> None:
     from ..console import pairs, size, table
 
     p = report["peaks"]
-    pairs("machine, as its own kernels reach it" if p["quiet"] else "machine, busy with other work: its peaks are higher", {
-        "cpu": f"{p['cpu']}, {p['isa']}, {report['threads']} threads",
+    on_sheet = p["isa"] in targets.ARCHS                                   # a GPU that is not there
+    pairs("machine, at most: no kernel was measured on it" if on_sheet else "machine, as its own kernels reach it" if p["quiet"]
+          else "machine, busy with other work: its peaks are higher", {
+        "gpu" if on_sheet else "cpu": f"{p['cpu']}, {p['isa']}" + ("" if on_sheet else f", {report['threads']} threads"),
         "reads": f"memory {p['read_gb_s']:.1f} GB/s, KV blocks {p['kv_read_gb_s']:.1f}, caches {p['cache_gb_s']:.1f}",
         "products": ", ".join(f"{d} {r:.0f} GFLOP/s" for d, r in p["product_gflop_s"].items()),
         "attention": ", ".join(f"{d} {r:.0f} GFLOP/s" for d, r in p["attention_gflop_s"].items()),
-        "barrier": f"{p['barrier_s'] * 1e6:.2f} us"})
+        **({} if on_sheet else {"barrier": f"{p['barrier_s'] * 1e6:.2f} us"})})
     for phase in report["phases"]:
         _show_phase(phase, size, table)
     print(textwrap.fill(f"critical path: {ALONE}", WIDTH) + "\n")
