@@ -17,7 +17,7 @@ setup: .venv/.ready   ## a Python environment with the pinned packages, in .venv
 	@echo "setup: installing the pinned packages (PyTorch for the CPU among them; a minute or two the first time)"
 	@$(PIP) install "pip>=25.1,<26.2"
 	@$(PIP) install --constraint constraints.txt torch==2.13.0
-	@$(PIP) install --constraint constraints.txt --editable ".[gguf,gpu,hf]" --group dev
+	@$(PIP) install --constraint constraints.txt --editable ".[cuda,gguf,gpu,hf]" --group dev
 	@touch $@
 
 demo: setup     ## compile SmolLM2-135M for this CPU, verify it, ask it a question
@@ -27,8 +27,8 @@ demo: setup     ## compile SmolLM2-135M for this CPU, verify it, ask it a questi
 	@echo
 	$(BIN)/infc run $(DEMO) --chat --prompt "What is the capital of France?"
 
-test: setup     ## the tests that take minutes together
-	@$(BIN)/python -m pytest -m "not slow"
+test: setup     ## the tests that take minutes together, on every core (at most four)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile -m "not slow"
 
 test-slow: setup   ## the tests that take minutes each
 	@$(BIN)/python -m pytest -m slow

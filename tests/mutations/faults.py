@@ -266,9 +266,9 @@ def _memory(name: str, model: str, old: str, new: str, gate: str = PLAN) -> Faul
 MEMORY = (
     _memory("buffers that meet in one step overlap", "llama", "d.first <= spot.last and spot.first <= d.last",
             "d.first < spot.last and spot.first < d.last"),
-    _memory("a buffer freed one step early", "llama", "places[spot].last = index\n", "places[spot].last = index - 1\n"),
-    _memory("a value that lives long is forgotten", "skip", "places[spot].last = index\n",
-            "places[spot].last = min(index, places[spot].first + 4)\n"),
+    _memory("a buffer freed one step early", "llama", "places[spot].last = last\n", "places[spot].last = last - 1\n"),
+    _memory("a value that lives long is forgotten", "skip", "places[spot].last = last\n",
+            "places[spot].last = min(last, places[spot].first + 4)\n"),
     _memory("alignment broken", "llama", "return (size + ALIGN - 1) // ALIGN * ALIGN", "return size"),
     _memory("the arena is too small", "llama", "return max((_align(spot.offset + spot.bytes) for spot in spots), default=0)",
             "return max((_align(spot.offset) for spot in spots), default=0)"),
