@@ -204,7 +204,11 @@ def verdict(found: Mapping[str, Any]) -> str:
     """What the replay of the golden prompts says, in one sentence."""
     if not found.get("replayed", True):
         return f"not on this machine: {found['reason']}"
-    who = ", reference operators in place of every kernel (INFC_EAGER): the kernels are unchecked" if found.get("reference") else ""
+    who = ""
+    if found.get("reference"):
+        why = f"{found['reason']}: they are built, and unchecked" if "by" in found else "INFC_EAGER: the kernels are unchecked"
+        who = f", reference operators in place of every kernel ({why})"
+    elif "by" in found: who = f" by {found['by']}"
     return (f"{len(found['errors']) - 1} buckets and a mixed batch replayed{who}; "
             f"logits at most {found['error']:.3g} from the model in fp64, "
             f"{found['bound']:.3g} allowed (twice the optimized graph's own error in eager PyTorch); "

@@ -60,6 +60,18 @@ def test_greedy_tokens_are_those_of_transformers_eager(name: str, tmp_path: Path
         assert compiled.generate([ids], max_tokens=TOKENS, ignore_eos=True)[0].token_ids == expected
 
 
+@pytest.mark.parametrize("name", [n if n == "GPT2" else pytest.param(n, marks=pytest.mark.slow) for n in CONFIGS])
+def test_every_step_has_a_gpu_kernel_and_the_programs_are_the_model(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verified on reference operators: a buffer of another value, or of another part of a split, shows."""
+    device = pytest.importorskip("infc.backends.triton.device", reason="needs the extra `gpu`")
+    monkeypatch.setattr(device, "interprets", lambda: False)
+    random_model(name).save_pretrained(tmp_path / name)
+    options = infc.Options(target="h100", check="off", reuse=False, buckets=(1, 16, 64), max_sequences=8)
+    made = infc.compile(tmp_path / name, tmp_path / "model.infc", options=options)
+    assert made.verify["passed"] and made.verify["reference"] and set(made.verify["errors"]) == {*made.program, "mixed"}
+    assert all(program["aten_steps"] == 0 for program in made.program.values())
+
+
 def test_a_head_size_no_kernel_has_is_refused_in_one_line(tmp_path: Path) -> None:
     config = transformers.LlamaConfig(**SIZES | {"hidden_size": 96})
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")

@@ -87,7 +87,7 @@ class _Meta:
         """The tensor a node stands for; a reshape shares its source's."""
         value = source_of(node)
         fake = value[0].meta["val"]
-        if value not in self.held: self.held[value] = self.own(fake[value[1]] if isinstance(fake, (tuple, list)) else fake, value[0])
+        if value not in self.held: self.held[value] = self.own(fake[value[1]] if isinstance(fake, (tuple, list)) else fake, node)
         return self.held[value].reshape([self.context.maximum(size) for size in node.meta["val"].shape])
 
     def own(self, fake: torch.Tensor, arg: Arg) -> torch.Tensor:

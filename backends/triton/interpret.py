@@ -14,8 +14,7 @@ def run(op: str, **arguments: Any) -> Any:
     check_interpreting()
     found = kernels()[op]
     if reason := found.refuse(**arguments): raise ValueError(f"{op}: {reason}")
-    meta = {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in arguments.items()}
-    shapes = found.call(**meta)
+    shapes = found.call(**{name: _meta(value) for name, value in arguments.items()})
     results = [] if shapes is None else [poisoned(s) for s in (shapes if isinstance(shapes, tuple | list) else [shapes])]
     emit = Emit()
     found.lower(emit, *results, **arguments)
@@ -23,6 +22,11 @@ def run(op: str, **arguments: Any) -> Any:
     with np.errstate(all="ignore"):                          # inf and nan mean no harm
         for launch in emit.launches: launch.function[launch.grid](*launch.args, **launch.constants)
     return results[0] if len(results) == 1 else tuple(results)
+
+
+def _meta(value: Any) -> Any:
+    if isinstance(value, list): return [_meta(v) for v in value]
+    return value.to("meta") if isinstance(value, Tensor) else value
 
 
 def interprets() -> bool:

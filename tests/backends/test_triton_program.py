@@ -22,6 +22,7 @@ from infc.runtime.session import Model, load
 BUCKETS = (1, 4, 16)
 KINDS = {"bf16": Options(), "fp32": Options(dtype="fp32"), "int8 KV": Options(kv_quant="int8", unverified=True),
          "fp8 KV": Options(kv_quant="fp8", unverified=True), "w4": Options(quant="w4", quant_method="rtn", unverified=True)}
+FAST = ("bf16", "int8 KV", "fp8 KV")
 
 
 def compiled(folder: Path, options: Options, bounds: driver.Bounds) -> Path:
@@ -37,7 +38,7 @@ def compiled(folder: Path, options: Options, bounds: driver.Bounds) -> Path:
     return driver.compile(llama(), folder / "llama.infc", options=options, hooks=Hooks(rewrite, keep)).artifact
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[k if k in FAST else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     bounds = driver.Bounds()
     path = compiled(tmp_path_factory.mktemp("program"), KINDS[request.param], bounds)

@@ -198,6 +198,13 @@ def test_refuses_with_a_reason(op: str, arguments: dict, reason: str) -> None:
     with pytest.raises(ValueError, match="^" + op): run(op, **arguments)
 
 
+@pytest.mark.parametrize("index", [torch.tensor([[4, 0, -1], [2, -5, 1]]), torch.tensor([3], dtype=I32)], ids=["i64", "i32"])
+def test_index(index: torch.Tensor) -> None:
+    table = randn(5, 3, 7)
+    assert torch.equal(run("aten::index.Tensor", self=table, indices=[index]), table[index.long()])
+    assert kernels()["aten::index.Tensor"].refuse(self=table, indices=[None, index]) == "2 indices: one, of the first axis, is known"
+
+
 CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 HALF = {"int8": 0.5 + 2.0**-12, "fp8": 2.0**-4 + 2.0**-12}             # largest error: in steps of the scale, as a share of the value
 

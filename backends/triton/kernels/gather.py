@@ -1,4 +1,7 @@
-"""aten.embedding, aten.index_select: rows of a table, copied in chunks. An index outside the table gives a row of zeros, as on the CPU."""
+"""aten.embedding, aten.index_select, aten.index of one index: rows of a table, copied in chunks.
+
+An index outside the table gives a row of zeros, as on the CPU; aten.index counts negative ones from the end.
+"""
 import torch
 import triton
 import triton.language as tl
@@ -31,22 +34,30 @@ def refuse_index_select(self: Tensor, dim: int, index: Tensor) -> str | None:
     return _refuse(self, index)
 
 
+def refuse_index(self: Tensor, indices: list[Tensor | None]) -> str | None:
+    """None where the kernel takes the call, else why not."""
+    if len(indices) != 1 or indices[0] is None: return f"{len(indices)} indices: one, of the first axis, is known"
+    if not self.dim(): return "it picks from a number"
+    return _refuse(self, indices[0])
+
+
 @triton.jit
-def _gather(table_ptr, index_ptr, y_ptr, rows, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _gather(table_ptr, index_ptr, y_ptr, rows, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FROM_END: tl.constexpr):
     outer = tl.program_id(0) // count                     # y [outer, count, WIDTH] from a table [outer, rows, WIDTH]
     place = tl.load(index_ptr + tl.program_id(0) % count).to(tl.int64)
+    if FROM_END: place = tl.where(place < 0, place + rows, place)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = (place >= 0) & (place < rows)
     value = tl.load(table_ptr + (outer.to(tl.int64) * rows + place) * WIDTH + col, (col < WIDTH) & there, other=0)
     tl.store(y_ptr + tl.program_id(0).to(tl.int64) * WIDTH + col, value, col < WIDTH)
 
 
-def _lower(emit: Emit, y: Tensor, table: Tensor, index: Tensor, dim: int) -> None:
+def _lower(emit: Emit, y: Tensor, table: Tensor, index: Tensor, dim: int, from_end: bool = False) -> None:
     if not y.numel(): return
     outer = table.shape[:dim].numel()
     width = table.shape[dim + 1 :].numel()
     grid, block = grid_of_chunks(outer * index.numel(), width)
-    emit(_gather, grid=grid, args=(table, index, y, table.shape[dim], index.numel()), WIDTH=width, BLOCK=block)
+    emit(_gather, grid=grid, args=(table, index, y, table.shape[dim], index.numel()), WIDTH=width, BLOCK=block, FROM_END=from_end)
 
 
 @kernel(torch.ops.aten.embedding.default, refuse=refuse_embedding)
@@ -61,3 +72,9 @@ def lower_embedding(
 def lower_index_select(emit: Emit, y: Tensor, self: Tensor, dim: int, index: Tensor) -> None:
     """self [..., n, ...], index [m] -> y [..., m, ...], along dim."""
     _lower(emit, y, self, index, dim % self.dim())
+
+
+@kernel(torch.ops.aten.index.Tensor, refuse=refuse_index)
+def lower_index(emit: Emit, y: Tensor, self: Tensor, indices: list[Tensor]) -> None:
+    """self [n, ...], one index [...] -> y [..., ...]."""
+    _lower(emit, y, self, indices[0], 0, from_end=True)

@@ -1,0 +1,67 @@
+"""The command line about a GPU, on a machine that has none."""
+import functools
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_artifact import infc, process
+
+pytest.importorskip("triton", reason="needs the extra `gpu`")
+
+
+@functools.cache
+def compiled() -> tuple[Path, dict]:
+    """`tiny` for an H100, compiled once, by a process that interprets no kernel."""
+    made = Path(tempfile.mkdtemp(prefix="infc-gpu-")) / "tiny.infc"
+    done = process("compile", "tiny", "--target", "h100", "--buckets", "1,8", "--json", "-o", made, env={"TRITON_INTERPRET": "0"})
+    assert done.returncode == 0, done.stderr
+    return made, json.loads(done.stdout)
+
+
+def test_compile_says_what_was_verified() -> None:
+    _, told = compiled()
+    assert told["verify"]["replayed"] and told["verify"]["reference"] and "no kernel of a GPU runs" in told["verify"]["reason"]
+    assert {p: v["aten_steps"] for p, v in told["program"].items()} == {"step_T1": 0, "step_T8": 0}
+    assert told["predicted"]["by"] == "the data sheet" and told["predicted"]["read_gb_s"] == 3350
+
+
+def test_inspect_lists_kernels_with_what_the_compiler_says_of_them() -> None:
+    kernels = json.loads(infc("inspect", compiled()[0], "--json").stdout)["kernels"]
+    assert all(k["arch"] == "sm_90a" and k["spill_bytes"] == 0 and k["registers"] > 0 and k["shared_bytes"] is not None for k in kernels)
+    assert {k["tensor_cores"] for k in kernels if k["op"] == "infc.linear"} >= {"wgmma"}        # full products; one row needs none
+    assert "wgmma" in infc("inspect", compiled()[0]).stdout
+
+
+@pytest.mark.parametrize(("target", "code", "says"), [
+    ("h100", 0, "runs on h100"), ("h200", 0, "runs on h200"), ("a100", 2, "sm_90a code.*compute capability 9.0.*a100 has 8.0"),
+    ("cpu", 2, "NVIDIA GPU"),
+])
+def test_check(target: str, code: int, says: str) -> None:
+    import re
+
+    done = infc("check", compiled()[0], "--target", target)
+    assert done.returncode == code and re.search(says, done.stdout + done.stderr), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("command", [("run", "--prompt", "hello"), ("verify",), ("bench",)])
+def test_what_must_run_says_that_there_is_no_gpu(command: tuple[str, ...]) -> None:
+    if torch.cuda.is_available(): pytest.skip("there is one")
+    done = infc(command[0], compiled()[0], *command[1:])
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "NVIDIA driver" in done.stderr
+
+
+def test_explain_and_report_go_by_the_data_sheet(tmp_path: Path) -> None:
+    done = infc("explain", compiled()[0], "--json")
+    assert done.returncode == 0 and json.loads(done.stdout)["peaks"]["read_gb_s"] == 3350
+    assert infc("report", compiled()[0], "-o", tmp_path / "page.html").returncode == 0
+
+
+@pytest.mark.parametrize(("arguments", "says"), [
+    (("--target", "h1000"), "h100"), (("--target", "cuda"), "h200"), (("--target", "a100", "--kv-quant", "fp8"), "no fp8 KV cache"),
+])
+def test_bad_options_are_one_line(arguments: tuple[str, ...], says: str, tmp_path: Path) -> None:
+    done = infc("compile", "tiny", *arguments, "-o", tmp_path / "x.infc")
+    assert done.returncode == 2 and says in done.stderr and done.stderr.strip().count("\n") == 0
+    assert not list(tmp_path.iterdir())
