@@ -128,8 +128,8 @@ class GpuExecutor:
         if not self._open: raise RuntimeFault(f"{self._where}: the model is closed; load it again")
 
     def clear(self, address: int, byte: int, size: int) -> None:
-        """Set memory of the KV pool."""
-        self.device.fill(address, byte, size)
+        """Set memory of the KV pool; not to zeros, as kernels here load no key behind a sequence's end, and a block costs 60 calls."""
+        if byte: self.device.fill(address, byte, size)
 
     def tokens(self, rows: int) -> list[int]:
         """The first `rows` tokens of the last step."""
