@@ -19,6 +19,7 @@ from typing import Any, cast
 import sympy
 import torch
 from torch import SymBool, SymFloat, SymInt, Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule
@@ -184,9 +185,12 @@ def fake_mode(graph: Graph) -> FakeTensorMode:
 
 
 def infer(node: fx.Node, mode: FakeTensorMode) -> Any:
-    """What a call node returns for its arguments' values (FakeTensors and sizes)."""
+    """What a call node returns for its arguments' values (FakeTensors and sizes).
+
+    Under the Python dispatcher, as export runs: without it PyTorch 2.11 asks symbolic sizes for numbers.
+    """
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    with mode:
+    with enable_python_dispatcher(), mode:
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
 

@@ -40,7 +40,10 @@ def sizes(works: Sequence[Work]) -> dict[str, int]:
 
 
 def fill(inputs: Mapping[str, memoryview], works: Sequence[Work], width: int = 0) -> None:
-    """Write the inputs of a step. Every sequence must own the blocks it needs. width: of the block table; 0, as much as is used."""
+    """Write the inputs of a step. Every sequence must own the blocks it needs.
+
+    width: of the block table's rows, which are then written as far as they are used; 0: as wide as the longest.
+    """
     ids, positions, slots = array("i"), array("i"), array("i")
     starts, lengths, rows = array("i", [0]), array("i"), array("i")
     temperature, top_k, top_p, uniform = array("f"), array("i"), array("f"), array("f")
@@ -57,12 +60,15 @@ def fill(inputs: Mapping[str, memoryview], works: Sequence[Work], width: int = 0
             top_k.append(sampling.top_k)
             top_p.append(sampling.top_p)
             uniform.append(min(number, _BELOW_ONE))
-    width = width or max(blocks_for(length) for length in lengths)
+    longest = max(blocks_for(length) for length in lengths)
     table = array("i")
-    for work, length in zip(works, lengths, strict=True):
+    for row, (work, length) in enumerate(zip(works, lengths, strict=True)):
         used = blocks_for(length)
+        if width:
+            inputs["block_table"][row * width : row * width + used] = memoryview(array("i", work.sequence.blocks[:used]))
+            continue
         table.extend(work.sequence.blocks[:used])
-        table.extend([0] * (width - used))  # never read: context_len says where a sequence ends
+        table.extend([0] * (longest - used))  # never read: context_len says where a sequence ends
     for name, values in (
         ("input_ids", ids),
         ("positions", positions),

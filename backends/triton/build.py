@@ -21,7 +21,8 @@ from .registry import Launch
 from .request import key, request
 from .worker import ARCHS, Binary, Request, receive, send
 
-WORKERS = 2
+WORKERS = min(8, len(os.sched_getaffinity(0)))
+"""Processes that compile; each takes about 300 MB."""
 
 _DIGEST_BYTES = 32                       # sha256, behind a kept build
 
