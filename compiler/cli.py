@@ -117,7 +117,7 @@ def compile_model(
         from . import driver
 
         options = driver.Options(
-            target, dtype, allow, check, _counts("buckets", buckets) if buckets else None, max_sequences=max_sequences,
+            target, dtype, allow, check, _given("buckets", buckets), max_sequences=max_sequences,
             strict=strict, dump=dump, dump_asm=dump_asm, force=force, reuse=reuse, keep_going=keep_going,
             quant=("auto" if limits and kv_quant == "none" else "none") if quant is None else quant,
             candidates=driver.Options.candidates if candidates is None else candidates,
@@ -234,6 +234,10 @@ def check(
         machine = replace(machine, flags=tuple(targets.host_flags()))    # all this CPU has, which may be more than its target asks
     with verify_files(_existing(artifact)) as opened:
         manifest = opened.manifest
+        if not manifest.buckets: raise RuntimeFault(f"{artifact}: has no program to run; compile it again")
+        for bucket in manifest.buckets: opened.program(bucket.name)
+        for kernel in manifest.kernels:
+            if kernel.file: opened.cubin(kernel.file)
     reasons = fits.reasons(manifest, machine)
     notes = [] if reasons else fits.notes(manifest, machine)
     report = {"artifact": str(artifact), "target": machine.name, "runs": not reasons, "reasons": reasons, "notes": notes,
@@ -324,7 +328,7 @@ def find_fault(
         from . import bisect, driver
 
         options = driver.Options(
-            dtype=dtype, buckets=_counts("buckets", buckets) if buckets else None, max_sequences=max_sequences)
+            dtype=dtype, buckets=_given("buckets", buckets), max_sequences=max_sequences)
         found = bisect.bisect(model, options=options, command=command, on_event=report)
     if as_json:
         _print_json(found.json())
@@ -340,24 +344,24 @@ def explain(
     one: Annotated[str | None, typer.Option("--pass", help="why it fired where it did, and not elsewhere", show_default=False)] = None,
     dtype: Annotated[Literal["bf16", "fp32"], typer.Option(help="with --pass, of a model")] = "bf16",
     measured: Annotated[bool, typer.Option("--measured", help="run it, and put measured times beside predicted ones")] = False,
-    tokens: Annotated[str, typer.Option(help="of the prefills")] = "256",
-    contexts: Annotated[str, typer.Option(help="tokens before the decode step")] = "128,448",
-    batches: Annotated[str, typer.Option(help="sequences at once")] = "1,8",
+    tokens: Annotated[str | None, typer.Option(help="of the prefills [default: 256]", show_default=False)] = None,
+    contexts: Annotated[str | None, typer.Option(help="tokens before the decode step [default: 128,448]", show_default=False)] = None,
+    batches: Annotated[str | None, typer.Option(help="sequences at once [default: 1,8]", show_default=False)] = None,
     threads: Threads = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Say where an artifact's time goes; or, with --pass, why a pass fired where it did and not elsewhere."""
     if one is not None:
-        if measured or (tokens, contexts, batches) != ("256", "128,448", "1,8"):
+        if measured or (tokens, contexts, batches) != (None, None, None):
             raise UserError("--measured, --tokens, --contexts and --batches are about time, --pass is about a pass: ask for one of them")
         return _explain_pass(subject, one, dtype, as_json, quiet)
     from .costs import explain as costs
 
     note = (lambda text: None) if quiet else lambda text: print(f"  {text}", file=sys.stderr)
     report = costs.explain_artifact(
-        _existing(Path(subject)), measured=measured, tokens=_counts("tokens", tokens), contexts=_counts("contexts", contexts),
-        batches=_counts("batches", batches), threads=threads, note=note)
+        _existing(Path(subject)), measured=measured, tokens=_given("tokens", tokens),
+        contexts=_given("contexts", contexts), batches=_given("batches", batches), threads=threads, note=note)
     if as_json:
         return _print_json(report)
     return None if quiet else costs.show(report)
@@ -577,6 +581,11 @@ def _counts(name: str, text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError as error:
         raise UserError(f"--{name} is {text!r}: give whole numbers with commas between them, like 1,16,256") from error
+
+
+def _given(name: str, text: str | None) -> tuple[int, ...] | None:
+    """As `_counts`; None where the option was not given."""
+    return None if text is None else _counts(name, text)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -217,8 +217,9 @@ def verdict(found: Mapping[str, Any]) -> str:
 
 def _prediction(found: Mapping[str, Any]) -> str:
     rate = f", at the {found['read_gb_s']:.1f} GB/s just measured" if found["by"] == "reads alone" else ""
-    return (f"a decode step reads {size(found['bytes'])} at context {found['context']}: {found['decode_ms']:.3g} ms, "
-            f"{found['decode_tok_s']:.0f} tokens/s, bound by {found['bound']}"
+    least, most = ("at least ", "at most ") if found["by"] == "the data sheet" else ("", "")
+    return (f"a decode step reads {size(found['bytes'])} at context {found['context']}: {least}{found['decode_ms']:.3g} ms, "
+            f"{most}{found['decode_tok_s']:.0f} tokens/s, bound by {found['bound']}"
             f"{rate} (by {found['by']}; more: infc explain)")
 
 

@@ -406,6 +406,8 @@ def _check(options: Options) -> None:
         raise UserError("--keep-going leaves out passes that break their contract, and --check off checks none: choose one of them")
     if options.max_sequences is not None and not 1 <= options.max_sequences <= 256:
         raise UserError(f"max_sequences is {options.max_sequences}: choose 1..256")
+    if options.dump_asm and targets.find(options.target).kind == "cuda":
+        raise UserError("--dump-asm writes a CPU's assembly; for a GPU read the artifact's code/*.cubin with nvdisasm")
     if options.dump_asm and not (options.dump or debug.dump()):
         raise UserError("assembly is part of a dump: name its folder with --dump DIR")
     refuse_filled(options.dump or debug.dump())

@@ -24,6 +24,7 @@ from .errors import RuntimeFault
 from .manifest import MANIFEST, FileInfo, Manifest, decode
 from .program import Program
 from .storage import Folder, Span, Zip, open_storage, read_span
+from .structure import fault
 from .tensors import Place, Tensor, header_bytes, parse_header
 
 WEIGHTS = "weights.safetensors"
@@ -74,11 +75,14 @@ class Artifact:
 
     def program(self, bucket: str) -> Program:
         """The program of the bucket of that name."""
-        file = next(b.file for b in self.manifest.buckets if b.name == bucket)
+        found = next((b for b in self.manifest.buckets if b.name == bucket), None)
+        if found is None: raise RuntimeFault(f"{self.path}: has no bucket {bucket}; compile it again")
         try:
-            return msgspec.json.decode(self._kept[file], type=Program)
+            program = msgspec.json.decode(self._kept[found.file], type=Program)
         except (msgspec.DecodeError, KeyError) as error:
-            raise self._fault(file, f"is no program of this schema ({error})") from error
+            raise self._fault(found.file, f"is no program of this schema ({error})") from error
+        if why := fault(program, found, self.manifest): raise self._fault(found.file, why)
+        return program
 
     def tokenizer(self) -> bytes:
         """The bytes of tokenizer.json."""
@@ -114,7 +118,9 @@ class Artifact:
 
     def cubin(self, file: str) -> bytes:
         """The GPU code of a kernel, hashed again."""
-        return self._checked(file)
+        code = self._checked(file)
+        if not code.startswith(b"\x7fELF"): raise self._fault(file, "is no cubin")
+        return code
 
     def hash_weights(self) -> None:
         """Hash all weights: about half a second per GB. Raises RuntimeFault where a byte differs."""

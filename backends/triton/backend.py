@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from ...compiler.errors import CheckFailed, UserError
+from ...compiler.errors import CheckFailed
 from ...compiler.ir import Graph, target_name
 from ...compiler.ops.registry import arguments
 from ...compiler.placement import Backend, Claims, Unit, Value, source_of
@@ -224,8 +224,8 @@ class Toolchain:
     identity: str
 
     def assembly(self, text: str) -> str:
-        """UserError: there is one cubin a kernel, which `cuobjdump` and `nvdisasm` read."""
-        raise UserError("--dump-asm writes a CPU's assembly; for a GPU read the artifact's code/*.cubin with nvdisasm")
+        """Never asked for: there is one cubin a kernel, which `nvdisasm` reads."""
+        raise CheckFailed(f"no assembly of {self.isa} is written")
 
 
 def toolchain(isa: str) -> Toolchain:

@@ -13,6 +13,7 @@ from typing import Any
 
 from ...runtime.artifact import Artifact, read
 from ...runtime.manifest import MANIFEST
+from ...runtime.program import Kernel, Step
 from ..errors import UserError, nearest
 from .metrics import Metrics, PeaksOf, is_aten, of_artifact, of_stage
 
@@ -183,6 +184,7 @@ def _program_changes(before: Artifact, after: Artifact) -> Iterator[Change]:
     shared = [bucket.name for bucket in before.manifest.buckets if bucket.name in new]
     per_bucket = [list(_step_changes(before, after, name, name)) for name in shared]
     if not shared:
+        if not (before.manifest.buckets and after.manifest.buckets): return
         smallest = [min(x.manifest.buckets, key=lambda bucket: bucket.bucket["T"]).name for x in (before, after)]
         per_bucket = [list(_step_changes(before, after, *smallest))]
     common = sum((Counter(changes) for changes in per_bucket[:1]), Counter())
@@ -212,5 +214,12 @@ def _steps(artifact: Artifact, name: str) -> dict[tuple[str, str], list[tuple[st
     for step in artifact.program(name).steps:
         kernel = kernels[step.kernel]
         backend = "aten" if is_aten(kernel) else "loops" if step.op.startswith("loop.") else artifact.manifest.target
-        pairs.append(((", ".join(step.origin) or "no module", step.op), (backend, kernel.name)))
+        pairs.append(((", ".join(step.origin) or "no module", step.op), (backend, _label(kernel, step))))
     return _grouped(pairs)
+
+
+def _label(kernel: Kernel, step: Step) -> str:
+    """A kernel's name; on a GPU with what its code takes, and where it is launched."""
+    if not kernel.file: return kernel.name
+    return (f"{kernel.name} ({kernel.arch}, {kernel.registers} registers, {kernel.shared_bytes} bytes shared, {kernel.threads} threads, "
+            f"grid {'x'.join(map(str, step.grid))})")

@@ -32,8 +32,8 @@ ALONE = ("the longest chain of steps that wait for each other. Steps run one aft
 
 
 def explain_artifact(
-    path: Path, *, measured: bool = False, tokens: Sequence[int] = (256,), contexts: Sequence[int] = (128, 448),
-    batches: Sequence[int] = (1, 8), threads: int | None = None, note: Callable[[str], object] = lambda line: None,
+    path: Path, *, measured: bool = False, tokens: Sequence[int] | None = None, contexts: Sequence[int] | None = None,
+    batches: Sequence[int] | None = None, threads: int | None = None, note: Callable[[str], object] = lambda line: None,
 ) -> dict[str, Any]:
     """The report, plain data. tokens: of prefills, each also after as many others where the model's positions allow it. contexts and
     batches: of decode steps, every pair. measured: run each phase and put its times beside the predicted ones, which then use the
@@ -61,8 +61,14 @@ def explain_artifact(
     return report
 
 
-def _phases(costs: cost.Costs, tokens: Sequence[int], contexts: Sequence[int], batches: Sequence[int]) -> list[cost.Phase]:
+def _phases(
+    costs: cost.Costs, tokens: Sequence[int] | None, contexts: Sequence[int] | None, batches: Sequence[int] | None,
+) -> list[cost.Phase]:
+    """Prefills and decode steps. What is not asked for is 256 tokens, contexts of 128 and 448, batches of 1 and 8, as far as they fit."""
     most, room = costs["max_positions"], max(b["N"] for b in costs["buckets"].values())
+    tokens = tokens or (min(256, most),)
+    contexts = contexts or tuple(dict.fromkeys(min(c, most - 1) for c in (128, 448)))
+    batches = batches or tuple(dict.fromkeys((1, min(8, room))))
     largest = max(b["T"] for b in costs["buckets"].values())
     if min((*tokens, *contexts, *batches), default=1) < 1: raise UserError("tokens, contexts and batches are whole numbers, 1 or more")
     if max(batches, default=1) > room:

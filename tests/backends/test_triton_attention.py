@@ -177,7 +177,7 @@ def test_refuses(change: dict[str, Tensor], reason: str) -> None:
 
 def test_refuses_wide_heads_and_unknown_codes() -> None:
     refuse, quantized = kernels()["infc::paged_attention"].refuse, kernels()["infc::paged_attention_quantized"].refuse
-    assert refuse(**step(Kind(head=264), [(1, 3)], BF16)) == "heads of 264: up to 256 are known"
+    assert refuse(**step(Kind(head=264), [(1, 3)], BF16)) == "heads of 264 channels are not supported on this target: up to 256 are"
     held = step(Kind(), [(1, 3)], BF16, codes="int8")
     assert quantized(**held) is None
     assert "caches of torch.bfloat16" in str(quantized(**held | {"k_cache": torch.zeros(1, dtype=BF16)}))

@@ -16,6 +16,7 @@ from torch import Tensor
 from ....compiler.ops import paged_attention
 from ....compiler.ops.attention import heads_per_group
 from ....compiler.ops.kv_quantized import paged_attention_quantized
+from ....compiler.placement import Limit
 from ..primitives import dot, narrow, signed_as, tanh
 from ..registry import Emit, kernel
 from ..rows import FLOATS, power_of_2, refuse_out
@@ -62,7 +63,8 @@ def _refuse(q: Tensor, caches: tuple[Tensor, ...], numbers: tuple[Tensor, ...], 
     if kv_heads < 1 or heads % kv_heads: return f"{heads} query heads do not share {kv_heads} kv heads evenly"
     if (group := heads // kv_heads) > MAX_GROUP: return f"{group} query heads share a kv head: up to {MAX_GROUP} are known"
     if q.dtype == torch.float32 and group > 16: return f"{group} query heads share a kv head of fp32: up to 16 are known"
-    if (head := max(q.shape[-1], caches[1].shape[-1])) > MAX_HEAD: return f"heads of {head}: up to {MAX_HEAD} are known"
+    if (head := max(q.shape[-1], caches[1].shape[-1])) > MAX_HEAD:
+        return Limit(f"heads of {head} channels are not supported on this target: up to {MAX_HEAD} are")
     return refuse_out(out_dtype)
 
 
