@@ -25,10 +25,6 @@ if TYPE_CHECKING:
 _WINDOW = 64 << 20
 """Bytes of the weights file mapped, hashed and uploaded at a time."""
 
-_UNREAD = 2
-"""Pointers at the end of every kernel's parameters that Triton appends; no kernel of ours reads them, and a device passes null."""
-
-
 class GpuExecutor:
     """An artifact's code and memory on a device, ready to run any of its programs."""
 
@@ -167,7 +163,7 @@ class GpuTable:
         self, program: Program, kernels: Mapping[str, Kernel], device: Device, places: Places, copies: tuple[Copy, Copy],
         sizes: Mapping[str, int],
     ) -> None:
-        """sizes: of dims that are not the bucket's. Raises RuntimeFault where the program does not fit its kernels."""
+        """sizes: of dims that are not the bucket's. Raises RuntimeFault where a buffer is not there."""
         self.program = program
         self._device = device
         self._copies = copies
@@ -177,26 +173,20 @@ class GpuTable:
         self._launches: dict[int, Launch] = {}
         work: list[Launch | Copy] = [copies[0]]
         for index, step in enumerate(program.steps):
-            kernel = kernels.get(step.kernel)
-            if kernel is None or not all(0 <= j < len(program.buffers) for j in step.args):
-                raise RuntimeFault(f"{places.where}: {program.name}: step {index} ({step.op}) names a kernel or a buffer that is not "
-                                   "there; compile it again")
+            kernel = kernels[step.kernel]
             if kernel.symbol.startswith(ATEN):
                 self._record(work)
                 work = []
                 self._parts.append((index, kernel.symbol))
             else:
-                work.append(launch := self._launch(kernel, index, places.where))
+                work.append(launch := self._launch(kernel, index))
                 self._launches[index] = launch
         self._record([*work, copies[1]])
 
-    def _launch(self, kernel: Kernel, index: int, where: str) -> Launch:
+    def _launch(self, kernel: Kernel, index: int) -> Launch:
         step = self.program.steps[index]
         params: list[int | float] = [self._addresses[j] for j in step.args]
         for at, value in step.scalars: params.insert(at, value)            # in order of their places
-        if len(params) != len(kernel.params) - _UNREAD or len(step.grid) != 3:
-            raise RuntimeFault(f"{where}: {self.program.name}: step {index} ({step.op}) gives {len(params)} values to kernel "
-                               f"{kernel.name}, which takes {len(kernel.params) - _UNREAD}; compile it again")
         return Launch(kernel, (step.grid[0], step.grid[1], step.grid[2]), tuple(params))
 
     def _record(self, work: Sequence[Launch | Copy]) -> None:

@@ -21,7 +21,8 @@ def fault(program: Program, bucket: BucketInfo, manifest: Manifest) -> str:
     for index, step in enumerate(program.steps):
         kernel = kernels.get(step.kernel)
         if kernel is None: return f"has the step {index} ({step.op}), whose kernel {step.kernel or '(none)'} is not there"
-        if not all(0 <= arg < len(program.buffers) for arg in step.args): return f"has the step {index} ({step.op}), which names no buffer"
+        strange = next((arg for arg in step.args if not 0 <= arg < len(program.buffers)), None)
+        if strange is not None: return f"has the step {index} ({step.op}), which names buffer {strange} of {len(program.buffers)}"
         if not kernel.file: continue                         # a CPU kernel, or an ATen step
         here = f"has the step {index} ({step.op}), "
         if kernel.file not in manifest.files: return f"{here}whose code {kernel.file} is not listed in the manifest"

@@ -29,8 +29,8 @@ def test_a_whole_program_has_no_fault() -> None:
 
 
 @pytest.mark.parametrize(("program", "says"), [
-    (lambda: step(kernel="bb"), "whose kernel bb is not there"), (lambda: step(args=(0, 9)), "names no buffer"),
-    (lambda: step(args=(0, -1)), "names no buffer"), (lambda: step(grid=()), r"grid \(\)"), (lambda: step(grid=(4, 0, 1)), "grid"),
+    (lambda: step(kernel="bb"), "whose kernel bb is not there"), (lambda: step(args=(0, 9)), "names buffer 9 of 2"),
+    (lambda: step(args=(0, -1)), "names buffer -1 of 2"), (lambda: step(grid=()), r"grid \(\)"), (lambda: step(grid=(4, 0, 1)), "grid"),
     (lambda: step(grid=(4, 65536, 1)), "grid"), (lambda: step(scalars=()), "2 values, and it takes 4"),
     (lambda: step(scalars=((2, 10**30), (3, 0.5))), "where u32 is taken"), (lambda: step(scalars=((3, 1), (2, 0.5))), "gives scalars at"),
     (lambda: msgspec.structs.replace(PROGRAM, arena_bytes=100), "outside an arena of 100"),
