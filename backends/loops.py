@@ -6,13 +6,13 @@ columns. `regions.py` finds regions in a graph; printers turn them into C++ or T
 """
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, fx
 
-from .index import Expr, Var, expr, product
+from .index import Expr, Var, expr, interval, product
 
 DTYPES = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32",
           torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "bool"}
@@ -102,6 +102,23 @@ def text(region: Region) -> str:
     for i, s in enumerate(region.body):
         lines.append(f"{'    ' if s.element else '  '}{s}" if s.op == "store" else f"{'    ' if s.element else '  '}v{i} = {s}")
     return "\n".join(lines)
+
+
+def behind(region: Region, wanted: Iterable[int]) -> list[int]:
+    """The element statements behind some values, in order."""
+    needed, pending = set(), list(wanted)
+    while pending:
+        i = pending.pop()
+        if i not in needed and region.body[i].element:
+            needed.add(i)
+            pending += region.body[i].args
+    return sorted(needed)
+
+
+def open_sides(g: Guard) -> tuple[bool, bool]:
+    """Must index >= low be tested, and index < high? Not where the index can be nothing else."""
+    bounds, low, high = interval(g.index), g.low.constant, g.high.constant
+    return (not (bounds and low is not None and bounds[0] >= low), not (bounds and high is not None and bounds[1] < high))
 
 
 def merge_axes(region: Region) -> Region:

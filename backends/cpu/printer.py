@@ -11,9 +11,9 @@ from collections.abc import Iterable
 import numpy as np
 
 from ...runtime.program import DIMS
-from ..index import Div, Expr, Mod, expr, interval, product
+from ..index import Div, Expr, Mod, expr, product
 from ..launch import Context, Launch, Out
-from ..loops import Guard, Region, Stmt, merge_axes, parse, text
+from ..loops import Guard, Region, Stmt, behind, merge_axes, open_sides, parse, text
 
 LANES = 32                     # independent partial results of a reduction: two AVX-512 registers of fp32
 BLOCK = 64                     # threads split columns at multiples of this: no cache line is written by two
@@ -85,7 +85,7 @@ def _row(region: Region) -> list[str]:
     stores = [s for s in region.body if s.op == "store" and s.element]
     if stores:
         out.append("for (int64_t j = my_columns.begin; j < my_columns.end; ++j) {")
-        out += [f"  {_assign(region, i)}" for i in _slice(region, [s.args[0] for s in stores])]
+        out += [f"  {_assign(region, i)}" for i in behind(region, [s.args[0] for s in stores])]
         out += [f"  {_store(s)}" for s in stores] + ["}"]
     return out
 
@@ -98,17 +98,6 @@ def _depths(region: Region) -> list[int]:
     return depth
 
 
-def _slice(region: Region, wanted: Iterable[int]) -> list[int]:
-    """The element statements behind some values, in order."""
-    needed, pending = set(), list(wanted)
-    while pending:
-        i = pending.pop()
-        if i not in needed and region.body[i].element:
-            needed.add(i)
-            pending += region.body[i].args
-    return sorted(needed)
-
-
 def _reduction_pass(region: Region, reductions: list[int]) -> list[str]:
     if not reductions: return []
     assert region.col is not None
@@ -119,7 +108,7 @@ def _reduction_pass(region: Region, reductions: list[int]) -> list[str]:
         out.append(f"{kind} a{i}[{LANES}];")
         out.append(f"for (int l = 0; l < {LANES}; ++l) a{i}[l] = {_start(s, kind)};")
         step.append(f"a{i}[l] = {_combine(s.op, f'({kind})v{s.args[0]}', f'a{i}[l]', kind)};")
-    inside = [_assign(region, i) for i in _slice(region, [region.body[i].args[0] for i in reductions])] + step
+    inside = [_assign(region, i) for i in behind(region, [region.body[i].args[0] for i in reductions])] + step
     out += ["{", "  int64_t first = 0;", f"  for (; first + {LANES} <= columns; first += {LANES})",
             f"    for (int l = 0; l < {LANES}; ++l) {{", "      const int64_t j = first + l;", *(f"      {x}" for x in inside), "    }",
             "  for (int l = 0; first + l < columns; ++l) {", "    const int64_t j = first + l;", *(f"    {x}" for x in inside),
@@ -183,11 +172,8 @@ def _load(s: Stmt) -> str:
 
 def _conditions(g: Guard) -> list[str]:
     """A guard in C++, without the sides that always hold."""
-    bounds, low, high = interval(g.index), g.low.constant, g.high.constant
-    out = []
-    if not (bounds and low is not None and bounds[0] >= low): out.append(f"({number(g.index)} >= {number(g.low)})")
-    if not (bounds and high is not None and bounds[1] < high): out.append(f"({number(g.index)} < {number(g.high)})")
-    return out
+    low, high = open_sides(g)
+    return [*([f"({number(g.index)} >= {number(g.low)})"] if low else []), *([f"({number(g.index)} < {number(g.high)})"] if high else [])]
 
 
 def _store(s: Stmt) -> str:

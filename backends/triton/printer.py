@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..index import Dim, Div, Expr, Mod, Var, expr, interval
-from ..loops import TORCH, Guard, Region, Stmt, merge_axes, parse, text
+from ..index import Dim, Div, Expr, Mod, Var, expr
+from ..loops import TORCH, Guard, Region, Stmt, behind, merge_axes, open_sides, parse, text
 from .registry import Emit
 from .tiles import columns_of, index_type, rows_of, tile, walks
 from .worker import generated
@@ -141,14 +141,14 @@ def _walk(region: Region) -> list[str]:
         if not reductions: continue
         starts = {i: _start(body[i]) for i in reductions}
         out += [f"a{i} = tl.full((ROWS, COLS), {starts[i]}, {VALUE[body[i].dtype]})" for i in reductions]
-        inside = _straight(region, _slice(region, [body[i].args[0] for i in reductions]))
+        inside = _straight(region, behind(region, [body[i].args[0] for i in reductions]))
         inside += [f"a{i} = {_combine(body[i].op, f'a{i}', _masked(region, body[i], starts[i]))}" for i in reductions]
         out += _pass(region, inside)
         out += [f"v{i} = {_rounded(body[i], f'elementwise.row_{body[i].op}(a{i})')}" for i in reductions]
     out += [_store(region, s) for s in body if s.op == "store" and not s.element]
     stores = [s for s in body if s.op == "store" and s.element]
     if stores:
-        inside = _straight(region, _slice(region, [s.args[0] for s in stores])) + [_store(region, s) for s in stores]
+        inside = _straight(region, behind(region, [s.args[0] for s in stores])) + [_store(region, s) for s in stores]
         out += _pass(region, inside)
     return out
 
@@ -156,17 +156,6 @@ def _walk(region: Region) -> list[str]:
 def _pass(region: Region, inside: list[str]) -> list[str]:
     assert region.col is not None
     return [f"for first in range(0, {number(region.col.size)}, COLS):", *(f"    {x}" for x in (*_column(region.col, "first"), *inside))]
-
-
-def _slice(region: Region, wanted: Iterable[int]) -> list[int]:
-    """The element statements behind some values, in order."""
-    needed, pending = set(), list(wanted)
-    while pending:
-        i = pending.pop()
-        if i not in needed and region.body[i].element:
-            needed.add(i)
-            pending += region.body[i].args
-    return sorted(needed)
 
 
 def _combine(op: str, a: str, b: str) -> str:
@@ -245,11 +234,8 @@ def _walked(e: Expr, axes: Iterable[Var | None]) -> bool:
 
 def _conditions(g: Guard) -> list[str]:
     """A guard without the sides that always hold."""
-    bounds, low, high = interval(g.index), g.low.constant, g.high.constant
-    out = []
-    if not (bounds and low is not None and bounds[0] >= low): out.append(f"({number(g.index)} >= {number(g.low)})")
-    if not (bounds and high is not None and bounds[1] < high): out.append(f"({number(g.index)} < {number(g.high)})")
-    return out
+    low, high = open_sides(g)
+    return [*([f"({number(g.index)} >= {number(g.low)})"] if low else []), *([f"({number(g.index)} < {number(g.high)})"] if high else [])]
 
 
 def _nested(e: Expr) -> str:

@@ -36,31 +36,37 @@ def _store(x, at, head, mask, slot, q_ptr, k_ptr, v_ptr, token, Q_HEADS: tl.cons
 
 
 @triton.jit
-def _rope_kv_write(qkv_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, slots_ptr, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-                   WIDTH: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr,
-                   BLOCK: tl.constexpr, REST: tl.constexpr):
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + token).to(tl.int64)
-    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
-    there = head < Q_HEADS + 2 * KV_HEADS
+def rotated(qkv_ptr, cos_ptr, sin_ptr, token, head, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr,
+            INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):
+    """Channels of heads [heads, 1] of a token that turn: firsts and seconds [heads, BLOCK] in fp32; which they are, and which are there."""
     i = tl.arange(0, BLOCK)
     cos = tl.load(cos_ptr + token * HALF + i, i < HALF, other=0.0).to(tl.float32)[None, :]
     sin = tl.load(sin_ptr + token * HALF + i, i < HALF, other=0.0).to(tl.float32)[None, :]
     start = qkv_ptr + (token * (Q_HEADS + 2 * KV_HEADS) + head) * WIDTH
     first = (2 * i if INTERLEAVED else i)[None, :]
     second = (2 * i + 1 if INTERLEAVED else i + HALF)[None, :]
-    mask = there & (i[None, :] < HALF)
+    mask = (head < Q_HEADS + 2 * KV_HEADS) & (i[None, :] < HALF)
     a = tl.load(start + first, mask, other=0.0).to(tl.float32)
     b = tl.load(start + second, mask, other=0.0).to(tl.float32)
     turned = head < Q_HEADS + KV_HEADS                    # values are not
-    x = tl.where(turned, a * cos - b * sin, a)
+    return tl.where(turned, a * cos - b * sin, a), tl.where(turned, b * cos + a * sin, b), first, second, mask
+
+
+@triton.jit
+def _rope_kv_write(qkv_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, slots_ptr, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+                   WIDTH: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr,
+                   BLOCK: tl.constexpr, REST: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    x, y, first, second, mask = rotated(                            # pyright: ignore[reportGeneralTypeIssues]
+        qkv_ptr, cos_ptr, sin_ptr, token, head, Q_HEADS, KV_HEADS, WIDTH, HALF, INTERLEAVED, BLOCK)
     _store(x, first, head, mask, slot, q_ptr, k_ptr, v_ptr, token, Q_HEADS, KV_HEADS, WIDTH, PAGE)
-    x = tl.where(turned, b * cos + a * sin, b)
-    _store(x, second, head, mask, slot, q_ptr, k_ptr, v_ptr, token, Q_HEADS, KV_HEADS, WIDTH, PAGE)
+    _store(y, second, head, mask, slot, q_ptr, k_ptr, v_ptr, token, Q_HEADS, KV_HEADS, WIDTH, PAGE)
     if REST:
         at = 2 * HALF + tl.arange(0, REST)[None, :]
-        mask = there & (at < WIDTH)
-        x = tl.load(start + at, mask, other=0.0).to(tl.float32)
+        mask = (head < Q_HEADS + 2 * KV_HEADS) & (at < WIDTH)
+        x = tl.load(qkv_ptr + (token * (Q_HEADS + 2 * KV_HEADS) + head) * WIDTH + at, mask, other=0.0).to(tl.float32)
         _store(x, at, head, mask, slot, q_ptr, k_ptr, v_ptr, token, Q_HEADS, KV_HEADS, WIDTH, PAGE)
 
 

@@ -11,6 +11,7 @@ from ..registry import Emit, kernel
 from ..rows import power_of_2, refuse_dtypes, refuse_out
 from .kv_write import place
 from .kv_write_quantized import LIMIT, codes_of, inverse_scale, largest_of, refuse_caches
+from .rope_kv_write import rotated
 
 
 def refuse(
@@ -43,25 +44,14 @@ def _rope_kv_write(qkv_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, k_scale_ptr, v_ptr, 
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
-    there = head < Q_HEADS + 2 * KV_HEADS
-    i = tl.arange(0, BLOCK)
-    cos = tl.load(cos_ptr + token * HALF + i, i < HALF, other=0.0).to(tl.float32)[None, :]
-    sin = tl.load(sin_ptr + token * HALF + i, i < HALF, other=0.0).to(tl.float32)[None, :]
-    start = qkv_ptr + (token * (Q_HEADS + 2 * KV_HEADS) + head) * WIDTH
-    first = (2 * i if INTERLEAVED else i)[None, :]
-    second = (2 * i + 1 if INTERLEAVED else i + HALF)[None, :]
-    mask = there & (i[None, :] < HALF)
-    a = tl.load(start + first, mask, other=0.0).to(tl.float32)
-    b = tl.load(start + second, mask, other=0.0).to(tl.float32)
-    turned = head < Q_HEADS + KV_HEADS                    # values are not
-    x = tl.where(turned, a * cos - b * sin, a)
-    y = tl.where(turned, b * cos + a * sin, b)
+    x, y, first, second, mask = rotated(                            # pyright: ignore[reportGeneralTypeIssues]
+        qkv_ptr, cos_ptr, sin_ptr, token, head, Q_HEADS, KV_HEADS, WIDTH, HALF, INTERLEAVED, BLOCK)
     worst = tl.where((x == x) & (y == y), tl.maximum(tl.abs(x), tl.abs(y)), float("nan"))
     largest = largest_of(worst)
     if REST:
         at = 2 * HALF + tl.arange(0, REST)[None, :]
-        rest_mask = there & (at < WIDTH)
-        z = tl.load(start + at, rest_mask, other=0.0).to(tl.float32)
+        rest_mask = (head < Q_HEADS + 2 * KV_HEADS) & (at < WIDTH)
+        z = tl.load(qkv_ptr + (token * (Q_HEADS + 2 * KV_HEADS) + head) * WIDTH + at, rest_mask, other=0.0).to(tl.float32)
         more = largest_of(z)
         largest = tl.where((largest == largest) & (more == more), tl.maximum(largest, more), float("nan"))
     inverse = inverse_scale(largest, FORMAT, tiny, limit)
