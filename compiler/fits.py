@@ -1,4 +1,5 @@
 """Would an artifact run on a machine? Read off its manifest and what is known of the target; no code of it is run."""
+from ..runtime.device import arch_fits
 from ..runtime.manifest import BLOCK, GPU, Manifest
 from .targets import ARCHS, Gpu, Target
 
@@ -40,10 +41,9 @@ def _archs(manifest: Manifest) -> list[str]:
 def _other_archs(manifest: Manifest, target: Target, gpu: Gpu) -> str:
     """The first architecture of its code that this GPU does not run, in words."""
     for name in _archs(manifest):
+        if arch_fits(name, f"sm_{gpu.arch.capability.replace('.', '')}"): continue
         arch = ARCHS.get(name)
-        runs_on = arch.runs_on if arch else ()
-        if gpu.arch.capability in runs_on: continue
-        where = f"runs on compute capability {' and '.join(runs_on)} alone" if arch else "no GPU this infc knows runs"
+        where = f"runs on compute capability {' and '.join(arch.runs_on)} alone" if arch else "no GPU this infc knows runs"
         return f"its kernels are {name} code, which {where}; {target.name} has {gpu.arch.capability} ({target.isa})"
     return ""
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from .errors import CheckFailed, UserError
-from .ir import Graph
+from .ir import Graph, target_name
 
 Value = tuple[fx.Node, int]                          # the i-th result of a node that is no alias
 
@@ -67,6 +67,26 @@ class Backend(Protocol):
 class Claims:
     units: list[Unit] = field(default_factory=list)
     refused: dict[fx.Node, str] = field(default_factory=dict)
+
+
+def claim_each(
+    backend: str, free: Sequence[fx.Node], context: Any, refuse: Callable[[fx.Node, Any], str | None], lower: Callable[[fx.Node, Any], Any],
+) -> Claims:
+    """The claims of a backend that takes nodes one by one: a unit for each that it does not refuse."""
+    found = Claims()
+    for node in free:
+        reason = refuse(node, context)
+        if reason is None:
+            found.units.append(Unit(target_name(node.target), backend, (node,), _results(node), lambda ctx, node=node: lower(node, ctx)))
+        else:
+            found.refused[node] = reason
+    return found
+
+
+def _results(node: fx.Node) -> tuple[Value, ...]:
+    value = node.meta["val"]
+    if isinstance(value, (tuple, list)): return tuple((node, i) for i in range(len(value)))
+    return ((node, 0),) if isinstance(value, torch.Tensor) else ()
 
 
 @dataclass
@@ -145,4 +165,4 @@ def _in_order(graph: Graph, units: list[Unit]) -> list[Unit]:
     return [units[i] for i in ranked]
 
 
-__all__ = ["Backend", "Claims", "Limit", "Placement", "Unit", "Value", "is_alias", "place", "source_of"]
+__all__ = ["Backend", "Claims", "Limit", "Placement", "Unit", "Value", "claim_each", "is_alias", "place", "source_of"]

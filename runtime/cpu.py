@@ -115,7 +115,7 @@ class Executor:
         """Set memory of the KV pool."""
         ctypes.memset(address, byte, size)
 
-    def fill(self, works: Sequence[Work], bucket: Mapping[str, int]) -> None:
+    def fill(self, works: Sequence[Work], live: Mapping[str, int], bucket: Mapping[str, int]) -> None:
         """Write the inputs of a step. Kernels take live sizes, whatever the bucket."""
         fill(self.views, works)
 

@@ -86,10 +86,12 @@ class GpuExecutor:
                         memoryview(window) as whole, whole[done - page:] as data:
                     hashed = hasher.submit(digest.update, data)
                     skip = max(0, begin + info.data_offset - done)         # the header is hashed and stays on the host
-                    if skip < size:
-                        with data[skip:] as part:
-                            self.device.upload(self._weights.address + done + skip - begin - info.data_offset, part)
-                    hashed.result()
+                    try:
+                        if skip < size:
+                            with data[skip:] as part:
+                                self.device.upload(self._weights.address + done + skip - begin - info.data_offset, part)
+                    finally:
+                        hashed.result()                                    # the window cannot be closed while it is read
         if digest.hexdigest() != artifact.manifest.files[WEIGHTS].sha256:
             raise RuntimeFault(f"{artifact.path}: {WEIGHTS} was altered: its sha256 differs from the manifest's; copy the artifact again, "
                                "or compile it again")
@@ -99,10 +101,10 @@ class GpuExecutor:
         """Where everything lies: a recording made for other places must not run."""
         return self._host, self._io["input_ids"].address, self._arena.address, self._weights.address, *(at for at, _ in self.kv.values())
 
-    def fill(self, works: Sequence[Work], bucket: Mapping[str, int]) -> None:
-        """Write the inputs of a step, padded to the bucket's sizes."""
+    def fill(self, works: Sequence[Work], live: Mapping[str, int], bucket: Mapping[str, int]) -> None:
+        """Write the inputs of a step, padded from its live sizes to the bucket's."""
         fill(self.views, works, bucket["M"])
-        pad(self.views, {"T": sum(len(w.tokens) for w in works), "N": len(works), "R": sum(w.rows for w in works)}, bucket)
+        pad(self.views, live, bucket)
 
     def table(self, bucket: str) -> "GpuTable":
         """Record a bucket. Raises RuntimeFault where the program does not fit the artifact, OutOfMemory where the device is full."""

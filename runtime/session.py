@@ -144,7 +144,8 @@ def load(
 ) -> Model:
     """Load an artifact. Raises RuntimeFault where it is damaged, or not for this machine.
 
-    device: what an artifact for a GPU runs on; default, the first GPU. All its buckets are recorded before this returns.
+    device: what an artifact for a GPU runs on, the model's from then on, closed with it; default, the first GPU. All buckets are
+    recorded before this returns.
     threads: default, the CPUs this process may use. max_sequences: in one step; default, what the buckets hold. kv_tokens:
     room of the KV pool; default, every sequence at full length, or what a quarter of the free memory holds if that is less
     (pages become real when they are first written), on a GPU of the device's, nine tenths. text: prompts will be text, so
@@ -155,6 +156,8 @@ def load(
     try:
         if threads is not None and not 1 <= threads <= 4096:
             raise RuntimeFault(f"threads is {threads}; it must lie in 1..4096")
+        if device is not None and artifact.manifest.machine != GPU:
+            raise RuntimeFault(f"{path}: is for a CPU, and a device is given to run it on; leave it out, or compile for a GPU")
         limits = _limits(artifact.manifest, str(path), max_sequences)
         tokenizer = LazyTokenizer(artifact)
         if text:

@@ -164,7 +164,7 @@ class Stepper:
                 self.pool.grow(work.sequence, more)
         dims = sizes(works) | {"P": self.pool.count}
         bucket = self._bucket(dims, name)
-        self.executor.fill(works, bucket.bucket)
+        self.executor.fill(works, dims, bucket.bucket)
         self.cache.padded_tokens += bucket.bucket["T"] - dims["T"]
         return dims, self._table(bucket)
 

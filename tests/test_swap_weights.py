@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from decoders import llama
+from infc.backends.host_device import HostDevice
 from infc.compiler.driver import Options, compile
 from infc.runtime.errors import RuntimeFault
 from infc.runtime.session import Model, load
@@ -61,3 +62,7 @@ def test_the_old_weights_are_back_where_the_new_ones_are_damaged(artifacts: dict
         before = logits(model)
         with pytest.raises(RuntimeFault, match="altered"): model.swap_weights(tmp_path / "bad.infc")
         assert np.array_equal(logits(model), before)
+
+
+def test_a_device_for_a_cpu_artifact_is_refused(artifacts: dict[str, Path]) -> None:
+    with pytest.raises(RuntimeFault, match="is for a CPU, and a device is given"): load(artifacts["first"], device=HostDevice("sm_90a"))

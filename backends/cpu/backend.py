@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from ...compiler.errors import UserError
-from ...compiler.ir import Graph, target_name
-from ...compiler.placement import Backend, Claims, Unit, Value
+from ...compiler.ir import Graph
+from ...compiler.placement import Backend, Claims, claim_each
 from ...compiler.reuse import cache_folder
 from ...runtime.program import ITEM_BYTES
 from ...runtime.tensors import Tensor
@@ -34,22 +34,7 @@ class Kernels:
     name: str = "cpu"
 
     def claim(self, graph: Graph, free: Sequence[fx.Node], context: Context) -> Claims:
-        found = Claims()
-        for node in free:
-            reason = claims.refuse(node, context)
-            if reason is None:
-                found.units.append(Unit(target_name(node.target), self.name, (node,), _results(node),
-                                        lambda ctx, node=node: claims.lower(node, ctx)))
-            else:
-                found.refused[node] = reason
-        return found
-
-
-def _results(node: fx.Node) -> tuple[Value, ...]:
-    value = node.meta["val"]
-    if isinstance(value, (tuple, list)):
-        return tuple((node, i) for i in range(len(value)))
-    return ((node, 0),) if isinstance(value, torch.Tensor) else ()
+        return claim_each(self.name, free, context, claims.refuse, claims.lower)
 
 
 def backends() -> tuple[Backend, ...]:

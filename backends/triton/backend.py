@@ -15,7 +15,7 @@ from torch import fx
 from ...compiler.errors import CheckFailed
 from ...compiler.ir import Graph, target_name
 from ...compiler.ops.registry import arguments
-from ...compiler.placement import Backend, Claims, Unit, Value, source_of
+from ...compiler.placement import Backend, Claims, Value, claim_each, source_of
 from ...runtime.program import ITEM_BYTES
 from ...runtime.tensors import Tensor
 from ..aten import Aten
@@ -45,15 +45,7 @@ class Kernels:
     name: str = "triton"
 
     def claim(self, graph: Graph, free: Sequence[fx.Node], context: Context) -> Claims:
-        found = Claims()
-        for node in free:
-            reason = _refuse(node, context)
-            if reason is None:
-                found.units.append(Unit(target_name(node.target), self.name, (node,), _results(node),
-                                        lambda ctx, node=node: _lower(node, ctx)))
-            else:
-                found.refused[node] = reason
-        return found
+        return claim_each(self.name, free, context, _refuse, _lower)
 
 
 def backends() -> tuple[Backend, ...]:
@@ -108,12 +100,6 @@ class _Meta:
 
 def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-def _results(node: fx.Node) -> tuple[Value, ...]:
-    value = node.meta["val"]
-    if isinstance(value, (tuple, list)): return tuple((node, i) for i in range(len(value)))
-    return ((node, 0),) if isinstance(value, torch.Tensor) else ()
 
 
 def _refuse(node: fx.Node, context: Context) -> str | None:

@@ -96,8 +96,16 @@ def test_wrong_work_is_seen() -> None:
     with pytest.raises(CheckFailed, match="outside the arena"): device.record([]).replay()
 
 
-def test_an_artifact_for_another_gpu_is_refused(tmp_path: Path) -> None:
+class Failing(HostDevice):
+    """A device that is lost while it takes the weights."""
+
+    def upload(self, address: int, data: memoryview | bytes) -> None:
+        raise RuntimeFault("the GPU's context is lost")
+
+
+def test_what_cannot_be_loaded_says_why(tmp_path: Path) -> None:
     path = compiled(tmp_path, KINDS["bf16"], driver.Bounds())
+    with pytest.raises(RuntimeFault, match="context is lost"): load(path, device=Failing("sm_90a"))
     with pytest.raises(RuntimeFault, match=r"built for sm_90a.*sm_80"): load(path, device=HostDevice("sm_80"))
 
 

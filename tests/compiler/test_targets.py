@@ -3,6 +3,7 @@ import pytest
 from infc.compiler import targets
 from infc.compiler.errors import UserError
 from infc.compiler.targets import ARCHS, TARGETS, Gpu, Target
+from infc.runtime.device import arch_fits
 
 GPUS = {name: target for name, target in TARGETS.items() if target.gpu}
 
@@ -46,6 +47,9 @@ def test_peaks_are_dense(name: str) -> None:
 def test_what_runs_where() -> None:
     assert {name: arch.runs_on for name, arch in ARCHS.items()} == {
         "sm_80": ("8.0", "8.6", "8.9"), "sm_89": ("8.9",), "sm_90a": ("9.0",), "sm_100a": ("10.0",)}
+    capabilities = {arch.capability for arch in ARCHS.values()} | {"8.6", "9.1", "10.3"}
+    for name, arch in ARCHS.items():
+        assert {c for c in capabilities if arch_fits(name, f"sm_{c.replace('.', '')}")} == set(arch.runs_on)
     assert all(arch.capability in arch.runs_on and arch.shared_per_program < arch.shared_per_sm for arch in ARCHS.values())
 
 

@@ -205,7 +205,7 @@ def _lower(
                block_table.shape[1], scale / softcap if softcap else scale * LOG2_E, softcap * LOG2_E),
          warps=cut.warps, stages=cut.stages, HEADS=heads, GROUP=group, D=d, DV=dv, BLOCK=block, Q_TOKEN=q.stride(0), Q_HEAD=q.stride(1),
          WINDOW=window, SOFTCAP=bool(softcap), CODES=len(caches) > 2, SLOTS=power_of_2(sequences + 1), TOKENS=per_tile,
-         spills_ok=True,                                             # none on sm_90a, which a test holds; up to 152 bytes on others
+         spills_ok=True,                                             # none on sm_90a with Triton 3.7, which a test holds; up to 152 bytes
          ROWS=cut.rows, KEYS=cut.keys, SPLIT=cut.split, WIDE=max(16, power_of_2(d)), WIDE_V=wide_v)
     if cut.split > 1:
         emit(_combine, grid=(tokens, heads), args=(part, sums, query_start, y, sequences), warps=4,
