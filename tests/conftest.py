@@ -8,10 +8,8 @@ import os
 import shutil
 import signal
 import tempfile
-from pathlib import Path
 
 import pytest
-
 from infc.compiler.reuse import cache_folder
 
 os.environ["TRITON_INTERPRET"] = "1"
