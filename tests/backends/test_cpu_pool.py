@@ -33,6 +33,13 @@ extern "C" void scratch(void* const* b, const infc_run* r) {
         for (int64_t i = 0; i < infc::SCRATCH_BYTES; i += 4096) wrong += infc::scratch_of(r, t)[i] != char(t);
     static_cast<int64_t*>(b[0])[r->thread] = wrong;
 }
+// b[0]: i64[2]: the distance that is quick here, and where this run's is put. Others take a millisecond more.
+extern "C" void quick_at(void* const* b, const infc_run* r) {
+    auto* at = static_cast<int64_t*>(b[0]);
+    if (r->thread == 0) at[1] = r->ahead;
+    const uint64_t end = infc::now_ns() + (r->ahead == at[0] ? 0 : 1000000);
+    while (infc::now_ns() < end) infc::pause();
+}
 extern "C" void slow(void* const*, const infc_run*) { usleep(200000); }
 """
 
@@ -78,6 +85,31 @@ def test_every_step_runs_once_on_every_thread_and_none_overtakes(pool: tuple[cty
         assert run(lib, made, "in_step", lines, steps) == 0
         total += steps
         assert (lines[:, 0] == total).all()
+
+
+def test_each_table_finds_its_own_prefetch_distance_and_asks_again(lib: ctypes.CDLL) -> None:
+    made = lib.infc_pool_create(2, 100)
+    function = ctypes.cast(lib.quick_at, ctypes.c_void_p).value
+    steps, kept = [], []
+    for quick in (512, 8192):
+        buffer = np.array([quick, 0], np.int64)
+        table = (ctypes.c_void_p * 1)(buffer.ctypes.data)
+        steps.append((ctypes.c_void_p * 2)(function, ctypes.addressof(table)))
+        kept.append((buffer, table))
+
+    def distances(which: int, runs: int) -> list[int]:
+        seen = []
+        for _ in range(runs):
+            lib.infc_pool_run(made, steps[which], 1, (ctypes.c_int64 * 5)(1), None)
+            seen.append(int(kept[which][0][1]))
+        return seen
+
+    assert distances(0, 15) == [4096, 512, 8192] * 5 and distances(1, 15) == [4096, 512, 8192] * 5
+    assert set(distances(0, 20)) == {512} and set(distances(1, 20)) == {8192}, "the quickest of each, whatever the other's"
+    kept[0][0][0] = 4096                                             # the memory's load has changed
+    distances(0, 1024 - 35)
+    assert distances(0, 15) == [4096, 512, 8192] * 5 and set(distances(0, 20)) == {4096}
+    lib.infc_pool_destroy(made)
 
 
 def test_timestamps_bracket_every_step(pool: tuple[ctypes.CDLL, int, int]) -> None:

@@ -128,7 +128,7 @@ INFC_INLINE void product(const infc_run* r, int64_t rows, const typename F::X* x
         int64_t n = (mine_rows.end - begin + chunks - 1) / chunks, tiles = (n + MAX - 1) / MAX;
         const bool in_place = F::in_place(n, k);
         const char* lhs = in_place ? reinterpret_cast<const char*>(x + begin * k) : packed;
-        const int64_t ahead = tiles == 1 ? AHEAD : panel_bytes;
+        const int64_t ahead = tiles == 1 ? r->ahead : panel_bytes;
         for (int64_t p = mine.begin; p < mine.end; p++)
             for (int64_t t = 0; t < tiles; t++) {
                 const Span s = share(n, t, tiles);

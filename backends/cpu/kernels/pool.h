@@ -22,6 +22,7 @@ struct infc_run {
     int64_t thread, threads;
     void* scratch;                       // this thread's, infc::SCRATCH_BYTES, 64-byte aligned
     void* pool;                          // for infc::sync
+    int64_t ahead;                       // bytes: weights that stream are fetched into L2 this far ahead
 };
 typedef void (*infc_kernel)(void* const* buf, const infc_run* run);
 struct infc_step { infc_kernel fn; void* const* buf; };
@@ -29,9 +30,38 @@ struct infc_step { infc_kernel fn; void* const* buf; };
 namespace infc {
 
 constexpr int64_t SCRATCH_BYTES = 2 << 20;
-// Prefetch into L2 this far ahead. SmolLM2's products in bf16, share of a pure read of the same bytes, Zen 4, 2 threads: at a
-// read rate of 23 GB/s 4 KiB 0.87, 6 KiB 0.85, 12 KiB 0.73; at 36 GB/s 0.99, 0.99, 0.96.
-constexpr int64_t AHEAD = 4 << 10;
+// Prefetch into L2 this far ahead. Which distance pays depends on how loaded the memory is and on the format; none fits all. Zen 4,
+// 2 threads, products of SmolLM2 with one row, share of a pure read of the same bytes at 39 to 50 GB/s:
+//     ahead   512 B    2 KiB   4 KiB   6 KiB   12 KiB
+//     bf16    0.98     0.98    0.99    0.97    0.94         at 23 GB/s: 4 KiB 0.87, 6 KiB 0.85, 12 KiB 0.73
+//     w8      0.98     0.98    0.88    0.84    0.86
+//     w8a8    0.99     0.98    0.98    0.93    0.90
+//     w4      0.95     0.74    0.84    0.86    0.85
+//     w4a8    0.99     0.86    0.87    0.91    0.87         on another machine, at 31 GB/s, 12 KiB was 1.14 times 2 KiB
+// So each table of steps finds out: its first runs take turns, then the fastest is kept, and asked again now and then.
+constexpr int64_t AHEAD = 4 << 10;                                     // of what has no table: a pure read is the same to 3 %
+constexpr int64_t DISTANCES[] = {AHEAD, 512, 8 << 10};
+
+struct Trial {
+    static constexpr uint32_t COUNT = sizeof DISTANCES / sizeof *DISTANCES, ROUNDS = 5, PERIOD = 1024;      // runs
+    const void* table;
+    uint32_t run, best;
+    uint64_t fastest[COUNT];                                           // ns
+
+    bool on() const { return run < COUNT * ROUNDS; }
+    int64_t ahead() const { return DISTANCES[on() ? run % COUNT : best]; }
+    void took(uint64_t ns) {
+        if (on()) {
+            uint64_t& least = fastest[run % COUNT];
+            if (run < COUNT || ns < least) least = ns;
+        }
+        if (++run == PERIOD) run = 0;
+        if (run != COUNT * ROUNDS) return;
+        best = 0;
+        for (uint32_t i = 1; i < COUNT; i++)
+            if (fastest[i] < fastest[best]) best = i;
+    }
+};
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -75,6 +105,9 @@ struct Pool {
     void (*job)(Pool*, int64_t, void*);                  // instead of steps, if not null
     void* job_data;
     bool stop;
+    int64_t ahead;                                       // of this run
+    static constexpr int TRIALS = 32;
+    Trial trials[TRIALS];                                // by table, the latest one that has the place
     alignas(64) uint32_t generation;                     // the futex word
     alignas(64) uint32_t sleepers;
     alignas(64) uint32_t busy;
@@ -105,7 +138,7 @@ struct Pool {
         }
         const infc_step* table = steps;                  // copied: after the last barrier the caller may already write the
         const int64_t count = n;                         // next run's
-        infc_run run{dims, thread, threads, scratch + thread * SCRATCH_BYTES, this};
+        infc_run run{dims, thread, threads, scratch + thread * SCRATCH_BYTES, this, ahead};
         if (step_ns) step_ns[0] = now_ns();
         for (int64_t i = 0; i < count; i++) {
             table[i].fn(table[i].buf, &run);
@@ -131,6 +164,12 @@ struct Pool {
             futex_wait(&generation, seen);
             __atomic_fetch_sub(&sleepers, 1, __ATOMIC_SEQ_CST);
         }
+    }
+
+    Trial& trial(const void* table) {
+        Trial& found = trials[(reinterpret_cast<uintptr_t>(table) >> 6) % TRIALS];
+        if (found.table != table) found = Trial{table, 0, 0, {}};
+        return found;
     }
 
     bool enter() { return !__atomic_exchange_n(&busy, 1, __ATOMIC_ACQUIRE); }
@@ -338,9 +377,12 @@ void* infc_pool_create(int threads, int64_t spin_us) {
 int infc_pool_run(void* p, const infc_step* steps, int64_t n, const int64_t* dims, uint64_t* step_ns) {
     auto* pool = static_cast<infc::Pool*>(p);
     if (!pool->enter()) return 1;
-    pool->steps = steps, pool->n = n, pool->dims = dims;
+    infc::Trial& trial = pool->trial(steps);
+    pool->steps = steps, pool->n = n, pool->dims = dims, pool->ahead = trial.ahead();
+    const uint64_t start = infc::now_ns();
     pool->launch();
     pool->play(0, step_ns);
+    trial.took(infc::now_ns() - start);
     pool->leave();
     return 0;
 }
