@@ -35,7 +35,7 @@ _CODED = tuple((bits, acts) for bits in (8, 4) for acts in (16, 8))     # of wei
 KERNELS = {
     **{f"product_{t}": f"infc::linear<{c}, float>(r, r->dims[0], {K}, {N}, b[0], b[1], nullptr, nullptr, b[2]);"
        for t, c in _TYPES.items()},
-    **{f"product_w{bits}a{acts}": f"infc::linear_of<infc::Coded<float, {bits}, 32, false, {acts}, 32>, float>(r, r->dims[0], {K}, {N}, "
+    **{f"product_w{bits}a{acts}": f"infc::linear_of<infc::Coded<float, {bits}, 32, false, {acts}, {32 if acts == 8 else 0}>, float>(r, r->dims[0], {K}, {N}, "
        "b[0], b[1], nullptr, nullptr, b[2]);" for bits, acts in _CODED},
     **{f"attention_{t}": f"infc::paged_attention<{c}, {c}, {c}, {HEAD}>(r, r->dims[0], r->dims[1], r->dims[3], {HEADS}, {GROUP}, "
        "0.125f, 0, 0.0f, b[0], b[1], b[2], b[3], b[4], b[5], b[6]);" for t, c in _TYPES.items()},

@@ -273,7 +273,7 @@ def _format(user: fx.Node, weight: fx.Node) -> tuple[bool, Scheme | None] | None
         if given["codes"] is not weight: return None
         plain = Scheme(given["bits"], given["group"], given["offset"] is None)
         if user.target is infc.embedding_quantized.default: return True, plain
-        return False, replace(plain, act_bits=given["act_bits"], act_group=given["act_group"] if given["act_bits"] else plain.act_group)
+        return False, replace(plain, act_bits=given["act_bits"], act_group=given["act_group"])
     place = _WIDE.get(user.target)                                    # type: ignore[arg-type]
     return None if place is None or user.args[place] is not weight else (place == 0, None)
 
