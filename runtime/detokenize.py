@@ -4,6 +4,10 @@ from collections.abc import Callable, Sequence
 
 _HALF = "\ufffd"
 
+_PENDING = 16
+"""Tokens that may wait. They are decoded again with every new one, so a long run of special tokens, or of bytes that make no
+character, would take quadratic time. A character has at most four bytes: one that is still incomplete began in the last three tokens."""
+
 
 class TextStream:
     """The text of one answer. What `push` and `finish` return, joined, is `text`."""
@@ -21,25 +25,31 @@ class TextStream:
     def push(self, token: int) -> str:
         """Add a token; returns what may be shown now, often "". Sets `stopped` when a stop string is complete."""
         self._ids.append(token)
-        piece = self._new()
+        piece, settled = self._new(len(self._ids)), len(self._ids)
         if not piece or piece.endswith(_HALF):
-            return ""
-        self._before, self._read = self._read, len(self._ids)
+            if len(self._ids) - self._read < _PENDING:
+                return ""
+            if not piece:  # they show nothing
+                del self._ids[self._read :]
+                return ""
+            settled -= 3
+            piece = self._new(settled)
+        self._before, self._read = self._read, settled
         return self._show(piece)
 
     def finish(self) -> str:
         """What was held back, at the end of the answer."""
         if self.stopped:
             return ""
-        shown = self._show(self._new())
+        shown = self._show(self._new(len(self._ids)))
         held, self._held = self._held, ""
         self.text += held
         return shown + held
 
-    def _new(self) -> str:
+    def _new(self, end: int) -> str:
         # decoders may treat the first token of a text differently, so a piece is the difference of two texts
         known = self._decode(self._ids[self._before : self._read])
-        return self._decode(self._ids[self._before :])[len(known) :]
+        return self._decode(self._ids[self._before : end])[len(known) :]
 
     def _show(self, piece: str) -> str:
         text = self._held + piece

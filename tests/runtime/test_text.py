@@ -32,6 +32,24 @@ def test_an_unfinished_character_ends_as_a_replacement():
     assert stream.text == "a\ufffd" == "".join(shown)
 
 
+@pytest.mark.parametrize(("data", "text"), [
+    (b"a" + b"\0" * 500 + "b🙂".encode(), "ab🙂"),
+    (b"a" + b"\xff" * 500 + "🙂b".encode(), "a" + "\ufffd" * 500 + "🙂b"),
+    (b"a" + "🙂".encode()[:3] * 200 + "é".encode(), "a" + "\ufffd" * 200 + "é"),
+])
+def test_runs_of_tokens_that_show_nothing_or_no_character_take_linear_time(data, text):
+    decoded = 0
+
+    def skipping(ids) -> str:
+        nonlocal decoded
+        decoded += len(ids)
+        return decode([i for i in ids if i])                            # 0: a special token
+
+    stream = TextStream(skipping)
+    shown = [stream.push(byte) for byte in data] + [stream.finish()]
+    assert "".join(shown) == stream.text == text and decoded < 50 * len(data)
+
+
 @given(st.text(max_size=30), st.lists(st.text(min_size=1, max_size=4), max_size=3))
 def test_what_is_shown_is_the_text_up_to_the_first_stop(text, stops):
     shown, stream = show(text.encode(), tuple(stops))
