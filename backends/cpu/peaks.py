@@ -30,13 +30,13 @@ RESIDENT = 12 << 20                    # activations: more than the second-level
 MEMORY = 192 << 20                     # bytes read to see memory, at least 4 times the last cache
 
 _TYPES = {"bf16": "infc::bf16", "f32": "float"}
-_CODED = tuple((bits, acts) for bits in (8, 4) for acts in (16, 8))     # of weights and of rows, in groups of 32
+_CODED = tuple((bits, *acts) for bits in (8, 4) for acts in ((16, 0), (8, 32)))         # bits of weights and of rows, these in groups of
 
 KERNELS = {
     **{f"product_{t}": f"infc::linear<{c}, float>(r, r->dims[0], {K}, {N}, b[0], b[1], nullptr, nullptr, b[2]);"
        for t, c in _TYPES.items()},
-    **{f"product_w{bits}a{acts}": f"infc::linear_of<infc::Coded<float, {bits}, 32, false, {acts}, {32 if acts == 8 else 0}>, float>(r, r->dims[0], {K}, {N}, "
-       "b[0], b[1], nullptr, nullptr, b[2]);" for bits, acts in _CODED},
+    **{f"product_w{bits}a{acts}": f"infc::linear_of<infc::Coded<float, {bits}, 32, false, {acts}, {group}>, float>"
+       f"(r, r->dims[0], {K}, {N}, b[0], b[1], nullptr, nullptr, b[2]);" for bits, acts, group in _CODED},
     **{f"attention_{t}": f"infc::paged_attention<{c}, {c}, {c}, {HEAD}>(r, r->dims[0], r->dims[1], r->dims[3], {HEADS}, {GROUP}, "
        "0.125f, 0, 0.0f, b[0], b[1], b[2], b[3], b[4], b[5], b[6]);" for t, c in _TYPES.items()},
     "rows": f"infc::rms_norm<float, float, infc::bf16>(r, r->dims[0], {N}, 1e-5f, b[0], b[1], b[2]);",
@@ -123,7 +123,7 @@ def _products(m: TimedPool, big: np.ndarray, cases: dict[str, Callable[[], float
     for dtype, item in (("bf16", 2), ("f32", 4)):
         w = m.memory(K * N * item, np.uint16 if item == 2 else np.float32)
         cases[f"product_{dtype}"] = m.steps(f"product_{dtype}", [[x.ctypes.data, w.ctypes.data, y.ctypes.data]] * 4, [256])
-    for bits, acts in _CODED:                                 # a scale of two bytes for each 32 codes; any bits are codes
+    for bits, acts, _ in _CODED:                                 # a scale of two bytes for each 32 codes; any bits are codes
         w = m.memory(K * N * (2 * bits + 1) // 16, np.uint16)
         cases[f"product_w{bits}a{acts}"] = m.steps(f"product_w{bits}a{acts}", [[x.ctypes.data, w.ctypes.data, y.ctypes.data]] * 4, [256])
     size, copies = K * N * 2, 4
