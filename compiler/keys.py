@@ -16,7 +16,7 @@ FOLDERS = (
     "compiler", "frontends", "ops", "costs", "quality", "quant", "passes", "backends", "cpu", "triton", "kernels", "runtime",
     "models", "text",
 )  # fmt: skip
-_UNKEYED = {"dump", "dump_asm", "expect", "force", "reuse", "target"}
+_UNKEYED = {"cache", "dump", "dump_asm", "expect", "force", "reuse", "target"}
 """Options that change where things go, not what is made; the target's instruction set is keyed instead of its alias."""
 
 
