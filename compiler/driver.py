@@ -202,9 +202,10 @@ def compile(
             if beside: _save_recipe(beside, options, path, listen)
             return reused
 
-    with clock.phase("capture", f"capturing {model if isinstance(model, (str, Path)) else type(model).__name__}"):
-        captured = model if isinstance(model, Graph) else capture(model, progress=lambda line: listen(Event("note", "capture", line)))
     cache = _cache(model, options, listen) if hooks is None else None
+    with clock.phase("capture", f"capturing {model if isinstance(model, (str, Path)) else type(model).__name__}"):
+        captured = model if isinstance(model, Graph) else capture(
+            model, progress=lambda line: listen(Event("note", "capture", line)), cache=cache)
     gate = _gate(captured, options, listen) if hooks is None else None
     searched = None
     if options.quant == AUTO:

@@ -88,7 +88,7 @@ def content(graph: Graph) -> str:
     blocks = [(path, graph.blocks[path].kind, graph.blocks[path].sha256) for path in sorted(graph.blocks)]
     return keys.digest([
         text(graph), list(graph.placeholders), [*graph.weights], hashes, strides, [*graph.exact], tensor_hashes(graph.exact.values()),
-        blocks, graph.dialect, graph.inputs, graph.outputs, graph.kv, sorted(graph.symbols.items()),
+        blocks, graph.dialect, graph.inputs, graph.outputs, graph.kv, sorted(graph.symbols.values()),
         sorted(graph.meta.items(), key=lambda kv: kv[0]), graph.sample_inputs,
     ])
 
