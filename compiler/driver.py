@@ -149,7 +149,7 @@ class Hooks:
     replay: Callable[[Path, Bounds], dict[str, Any]]                             # in place of the check of what was written
 
 
-class Replayed(kept.Entry):
+class Replayed(kept.Entry, frozen=True):
     """What a replay on reference operators found that passed."""
 
     verified: dict[str, Any]

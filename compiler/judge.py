@@ -18,7 +18,7 @@ from .step_batch import StepSamples
 CheckLevel = Literal["off", "fast", "strict"]
 
 
-class Verdict(kept.Entry):
+class Verdict(kept.Entry, frozen=True):
     """A contract that was found to hold, and what was measured."""
 
     measured: Measured | None

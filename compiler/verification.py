@@ -61,7 +61,7 @@ class Golden:
     kept_from: str = ""
 
 
-class _Answers(kept.Entry):
+class _Answers(kept.Entry, frozen=True):
     """Golden cases as they are kept. cases: tokens, rows, and the logits as f32 bytes, row by row."""
 
     cases: list[tuple[list[int], list[int], bytes]]

@@ -51,7 +51,7 @@ class _Input(msgspec.Struct, frozen=True):
     shape: list[int | str] = []
 
 
-class _Captured(kept.Entry):
+class _Captured(kept.Entry, frozen=True):
     placeholders: list[_Input]
     lines: list[_Line]
     outputs: list[str]

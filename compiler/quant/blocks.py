@@ -33,7 +33,7 @@ class Stored:
     @cached_property
     def sha256(self) -> str:
         """Of the rows."""
-        return hashlib.sha256(np.ascontiguousarray(self.rows)).hexdigest()
+        return hashlib.sha256(np.ascontiguousarray(self.rows).data).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from infc.compiler.reuse import cache_folder
 from infc.compiler.rewrite import Pass, Report
 
 
-class Note(kept.Entry):
+class Note(kept.Entry, frozen=True):
     """Something to keep."""
 
     text: str
