@@ -99,6 +99,9 @@ def compile_model(
     dump_asm: Annotated[bool, typer.Option("--dump-asm", help="put the kernels' assembly into the dump too")] = False,
     force: Annotated[bool, typer.Option("--force", help="replace the output if it exists")] = False,
     reuse: Annotated[bool, typer.Option("--reuse/--no-reuse", help="copy a finished compile of the same model and options")] = True,
+    cache: Annotated[
+        bool, typer.Option("--cache/--no-cache", help="take finished compiles, golden answers and verdicts that earlier compiles found")
+    ] = True,
     expect: Annotated[
         list[str] | None, typer.Option(help="PASS=COUNT: fail where it fires another number of times; may repeat", show_default=False)
     ] = None,
@@ -118,7 +121,7 @@ def compile_model(
 
         options = driver.Options(
             target, dtype, allow, check, _given("buckets", buckets), max_sequences=max_sequences,
-            strict=strict, dump=dump, dump_asm=dump_asm, force=force, reuse=reuse, keep_going=keep_going,
+            strict=strict, dump=dump, dump_asm=dump_asm, force=force, reuse=reuse, cache=cache, keep_going=keep_going,
             quant=("auto" if limits and kv_quant == "none" else "none") if quant is None else quant,
             candidates=driver.Options.candidates if candidates is None else candidates,
             search_for=search_for, quant_method=quant_method, calib=calib, kv_quant=kv_quant, data=data, quality=limits,

@@ -138,12 +138,21 @@ def compiled(result: Mapping[str, Any]) -> None:
             "path": result["artifact"],
             "version": result["version"],
             "size": size(result["size_bytes"]),
-            "verified": verdict(result["verify"]),
+            "verified": verdict(result["verify"]) + _since(result),
             **({"quality": _quality(result["quality"])} if result["quality"] else {}),
             "predicted": _prediction(result["predicted"]) if result["predicted"] else "nothing: it was not run here",
             "seconds": "  ".join(f"{phase} {seconds:.1f}" for phase, seconds in result["seconds"].items()),
         },
     )
+
+
+def _since(result: Mapping[str, Any]) -> str:
+    """What of it an earlier compile found out, and when; empty where nothing."""
+    verify, checks = result["verify"], [p["kept_from"] for p in result["passes"] if p.get("kept_from")]
+    told = [f"{len(checks)} passes checked by {max(checks)}"] if checks else []
+    told += [f"{what} at {at}" for what, name in (("golden answers computed", "golden_kept_from"), ("replayed", "kept_from"))
+             if (at := verify.get(name))]
+    return f"; by earlier compiles of the same content: {', '.join(told)}" if told else ""
 
 
 def _quality(found: Mapping[str, Any]) -> str:

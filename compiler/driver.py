@@ -20,14 +20,14 @@ from ..backends.program import DTYPES as NAMES
 from ..backends.program import Store, build
 from ..backends.reference import Bound
 from ..backends.regions import LoopUnit
-from ..runtime.artifact import GOLDEN, Parts, read, refuse_existing, verify_files, write
+from ..runtime.artifact import GOLDEN, REPORT, Parts, read, refuse_existing, verify_files, write
 from ..runtime.golden import Case, GoldenReport, pack, replay
 from ..runtime.library import default_threads
 from ..runtime.manifest import BLOCK, GPU, GoldenInfo, KvBuffer, Manifest, ModelInfo, PassInfo
 from ..runtime.program import Program
 from ..runtime.session import load
 from ..runtime.writer import amend
-from . import debug, keys, misses, targets, verification
+from . import debug, kept, keys, misses, targets, verification
 from .costs import cost, machine
 from .costs.cost_table import CostTable
 from .costs.data_sheet import data_sheet
@@ -41,6 +41,7 @@ from .frontends import capture
 from .frontends.identity import identity
 from .graph_json import graph_json
 from .ir import Graph, text
+from .kept import Kept
 from .pipeline import PassResult, PipelineReport, run_pipeline
 from .placement import Placement, Unit, place
 from .quality import compile_gate, limits, per_layer
@@ -88,6 +89,7 @@ class Options:
     dump_asm: bool = False                            # the kernels' assembly as well
     force: bool = False
     reuse: bool = True                                # copy a finished compile of the same model, options, sources and toolchain
+    cache: bool = True                                # take what an earlier compile found out: that, and answers and verdicts (kept.py)
     expect: tuple[tuple[str, int], ...] = ()          # (pass, how often it must fire), else CheckFailed
     keep_going: bool = False                          # drop a pass that breaks its contract, rather than fail
     quant: str = "none"                               # a scheme (compiler.quant.scheme), a recipe's file or text, or "auto": searched for
@@ -147,6 +149,12 @@ class Hooks:
     replay: Callable[[Path, Bounds], dict[str, Any]]                             # in place of the check of what was written
 
 
+class Replayed(kept.Entry, frozen=True):
+    """What a replay on reference operators found that passed."""
+
+    verified: dict[str, Any]
+
+
 class _Clock:
     """Times phases and tells the listener."""
 
@@ -194,8 +202,10 @@ def compile(
             if beside: _save_recipe(beside, options, path, listen)
             return reused
 
+    cache = _cache(model, options, listen) if hooks is None else None
     with clock.phase("capture", f"capturing {model if isinstance(model, (str, Path)) else type(model).__name__}"):
-        captured = model if isinstance(model, Graph) else capture(model, progress=lambda line: listen(Event("note", "capture", line)))
+        captured = model if isinstance(model, Graph) else capture(
+            model, progress=lambda line: listen(Event("note", "capture", line)), cache=cache)
     gate = _gate(captured, options, listen) if hooks is None else None
     searched = None
     if options.quant == AUTO:
@@ -205,7 +215,7 @@ def compile(
     pays = _pays(backend, options, target) if hooks is None else None
     with clock.phase("passes", "rewriting the graph"):
         graph = captured.copy()
-        report = hooks.rewrite(graph) if hooks else _run_passes(graph, options, listen, gate, pays)
+        report = hooks.rewrite(graph) if hooks else _run_passes(graph, options, listen, gate, pays, cache)
         misses.check_expected(report.json(), options.expect, str(model) if isinstance(model, (str, Path)) else "MODEL")
         if report.skipped and debug.stop() is not None:
             listen(Event("note", "passes", f"INFC_STOP={debug.stop()}: the rewrites end here; not run: {', '.join(report.skipped)}"))
@@ -226,10 +236,14 @@ def compile(
         code, cubins = backend.code(store, toolchain, lambda line: listen(Event("note", "code", line)),
                                     lambda share, line: listen(Event("pass", "code", line, share)))
     with clock.phase("golden", "computing golden outputs in fp64"):
-        golden = verification.golden(captured, graph, options.buckets or ())
+        golden = verification.golden(captured, graph, options.buckets or (), cache)
+        if golden.kept_from:
+            listen(Event("note", "golden", f"golden answers are those computed at {golden.kept_from}: graphs, prompts and sources are the "
+                                           "same (--no-cache computes them again)"))
     version = keys.version(graph, programs, options, target.isa, toolchain.identity)
     summary = {"passes": report.json(), "notes": notes, "program": _summary(programs, placement), "coverage": _coverage(placement),
-               "graph_error": golden.graph_error, "recipe": None if (used := recipe.of(graph)) is None else str(used),
+               "graph_error": golden.graph_error, "golden_kept_from": golden.kept_from,
+               "recipe": None if (used := recipe.of(graph)) is None else str(used),
                "search": searched and searched.json(), "formats": pays.json() if pays else None,
                "costs": table.json(target.isa, options.dtype, _kv_bytes_per_token(graph), int(graph.meta["max_positions"]))}
     summary["quality"] = lost = compile_gate.unverified(graph) if options.unverified else None
@@ -245,11 +259,12 @@ def compile(
         verified = dict[str, Any]()
         eager = debug.eager()
         replay_written = hooks.replay if hooks else lambda folder, bounds: (
-            _replay_on_host(folder, target, bounds) if target.kind == "cuda" else
+            _replay_on_host(folder, target, bounds, cache, listen) if target.kind == "cuda" else
             _replay(folder, target, listen, bounds if eager else None))
 
         def check(folder: Path) -> None:
             verified.update(replay_written(folder, bounds))
+            if verified.get("kept_from"): amend(folder, {**parts.report, "verify": verified})
             if gate is not None:
                 with clock.phase("quality", f"measuring on {gate.data.name}"):
                     summary["quality"] = _judge(gate, graph, folder, "INFC_EAGER" if eager else verified.get("reason", ""))
@@ -257,7 +272,7 @@ def compile(
             summary["quality"]["layers"] = per_layer.with_kernels(
                 summary["quality"]["layers"], programs[0], [*store.kernels.values()], [*pays.outcomes.values()] if pays else [],
                 wide_bytes=2 if options.dtype == "bf16" else 4, read_gb_s=verified.get("read_gb_s"))
-            amend(folder, {**parts.report, **summary}, compile_gate.info(summary["quality"]))
+            amend(folder, {**parts.report, **summary, "verify": verified}, compile_gate.info(summary["quality"]))
 
         write(path, parts, force=options.force, check=check)
         if entry:
@@ -348,10 +363,16 @@ def _entry(
     model: "str | Path | nn.Module | Graph", options: Options, isa: str, toolchain: str, note: Callable[[str], None],
 ) -> Entry | None:
     """Where this compile would be kept; None when it must run: a module, a dump, a debug switch."""
-    if not options.reuse or options.dump or options.expect or debug.any_set() or not isinstance(model, (str, Path)):
+    if not (options.reuse and options.cache) or options.dump or options.expect or debug.any_set() or not isinstance(model, (str, Path)):
         return None
     content = identity(model)
     return Entry(keys.request(content, options, isa, toolchain), note) if content else None
+
+
+def _cache(model: "str | Path | nn.Module | Graph", options: Options, listen: Listener) -> Kept | None:
+    """What earlier compiles found out; None where all must be found out anew: --no-cache, a debug switch, a model that is no file."""
+    if not options.cache or debug.any_set() or not isinstance(model, (str, Path)): return None
+    return Kept(lambda line: listen(Event("note", "cache", line)))
 
 
 def _reused(entry: Entry, path: Path, options: Options, target: targets.Target, clock: _Clock) -> Result | None:
@@ -374,7 +395,7 @@ def _result(path: Path, clock: _Clock, summary: dict[str, Any], verified: dict[s
     return Result(
         artifact=path, version=manifest.version, seconds=clock.seconds, passes=summary["passes"], notes=summary["notes"],
         program=summary["program"], quality=summary.get("quality"), predicted=predicted,
-        verify={"graph_error": summary["graph_error"]} | verified,
+        verify={"graph_error": summary["graph_error"], "golden_kept_from": summary["golden_kept_from"]} | verified,
         size_bytes=_size(path), reused=reused)
 
 
@@ -426,6 +447,7 @@ def _check_kv(options: Options) -> None:
 
 def _run_passes(
     graph: Graph, options: Options, listen: Listener, gate: compile_gate.Gate | None = None, pays: Pays | None = None,
+    cache: Kept | None = None,
 ) -> PipelineReport:
     level = debug.level()
     before = text(graph) if level >= 3 else ""
@@ -452,7 +474,7 @@ def _run_passes(
     chosen = passes.pipeline(options.dtype, options.quant != "none", options.kv_quant != "none")
     return run_pipeline(
         graph, chosen, allow=options.allow, check=options.check, dump=options.dump, progress=tell,   # type: ignore[arg-type]
-        options=pass_options(options) | {"pays": pays}, keep_going=options.keep_going, needed=passes.NEEDED)
+        options=pass_options(options) | {"pays": pays}, keep_going=options.keep_going, needed=passes.NEEDED, cache=cache)
 
 
 def pass_options(options: Options) -> dict[str, Any]:
@@ -568,16 +590,26 @@ def _replay(folder: Path, target: targets.Target, listen: Listener, bounds: Boun
         return {"replayed": True, "reference": bounds is not None, "read_gb_s": size / times[2], **msgspec.to_builtins(report)}
 
 
-def _replay_on_host(folder: Path, target: targets.Target, bounds: Bounds) -> dict[str, Any]:
+def _replay_on_host(folder: Path, target: targets.Target, bounds: Bounds, cache: Kept | None, listen: Listener) -> dict[str, Any]:
     """A GPU's programs in the CPU's memory, on reference operators: buffers, places, padding and the host's side of a step are as written.
 
     The kernels are not, but where this process interprets them (TRITON_INTERPRET=1): then they run, grids and all, for hours if the
-    model is a real one. The tests judge each kernel against its operator, and so every kernel of a small model's programs.
+    model is a real one. The tests judge each kernel against its operator, and so every kernel of a small model's programs. Without kernels
+    the verdict follows from what was written, the graph and our sources: that of an earlier compile is taken, once every file is hashed.
     """
     from ..backends.triton.device import interpreter, interprets
 
     with read(folder) as artifact:
         programs = [artifact.program(name) for name in bounds]
+        manifest = artifact.manifest
+    if interprets(): cache = None
+    key = _replay_key(manifest, bounds) if cache else ""
+    if cache and (found := cache.take(key, Replayed, "verdicts about programs")):
+        verify_files(folder).close()
+        measured = f"error {found.verified['error']:.3g}, bound {found.verified['bound']:.3g}"
+        listen(Event("note", "write", f"the programs were verified at {found.made}, {measured}: files, graph and sources are the same "
+                                      "(--no-cache verifies them again)"))
+        return found.verified | {"kept_from": found.made}
     device = interpreter(target.isa, programs, bounds) if interprets() else HostDevice(target.isa)
     with load(folder, device=device, kv_tokens=VERIFY_TOKENS) as model:
         if not interprets():
@@ -585,8 +617,18 @@ def _replay_on_host(folder: Path, target: targets.Target, bounds: Bounds) -> dic
             reference.install(model.executor, bounds, lambda step: False)
         report = replay(model, brief=True)
     _refuse_other(report)
-    return {"replayed": True, "reference": not interprets(), "reason": "no kernel of a GPU runs on this machine", "by": device.name,
-            **msgspec.to_builtins(report)}
+    verified = {"replayed": True, "reference": not interprets(), "reason": "no kernel of a GPU runs on this machine", "by": device.name,
+                **msgspec.to_builtins(report)}
+    if cache: cache.keep(key, Replayed(verified=verified), "verdicts about programs")
+    return verified | {"kept_from": ""}
+
+
+def _replay_key(manifest: Manifest, bounds: Bounds) -> str:
+    """Of all that a replay on reference operators reads: every file by its hash, but for the report, and the graph behind the steps."""
+    files = {name: info for name, info in manifest.files.items() if name != REPORT}
+    graphs = {id(bound.graph): bound.graph for bound in bounds.values()}
+    written = msgspec.json.encode(msgspec.structs.replace(manifest, files=files, digest=""))
+    return kept.key("replay", written, *map(kept.content, graphs.values()))
 
 
 def _refuse_other(report: GoldenReport) -> None:

@@ -16,7 +16,7 @@ FOLDERS = (
     "compiler", "frontends", "ops", "costs", "quality", "quant", "passes", "backends", "cpu", "triton", "kernels", "runtime",
     "models", "text",
 )  # fmt: skip
-_UNKEYED = {"dump", "dump_asm", "expect", "force", "reuse", "target"}
+_UNKEYED = {"cache", "dump", "dump_asm", "expect", "force", "reuse", "target"}
 """Options that change where things go, not what is made; the target's instruction set is keyed instead of its alias."""
 
 
@@ -51,8 +51,12 @@ def infc_version() -> str:
 
 def request(model: str, options: Any, isa: str, toolchain: str) -> str:
     """The key of a compile before it runs: the model's content, our sources, every library that takes part, the options."""
-    libraries = [f"{name} {_installed(name)}" for name in ("torch", "numpy", "transformers", "gguf", "tokenizers", "safetensors")]
-    return digest([model, sources(), isa, toolchain, *libraries, *_chosen(options)])
+    return digest([model, sources(), isa, toolchain, *libraries(), *_chosen(options)])
+
+
+def libraries() -> list[str]:
+    """Every library that takes part in reading and compiling a model, with its version."""
+    return [f"{name} {_installed(name)}" for name in ("torch", "numpy", "transformers", "gguf", "tokenizers", "safetensors")]
 
 
 def _installed(name: str) -> str:

@@ -17,6 +17,7 @@ from .dump.dumps import Dump
 from .errors import CheckFailed, UserError, nearest
 from .ir import Graph, text, verify
 from .judge import CheckLevel, Judge, samples
+from .kept import Kept
 from .rewrite import AnyPass, Contract, NearMiss, Report
 
 
@@ -39,6 +40,8 @@ class PassResult:
     """Why its rewrites were taken back, where the compile kept going."""
     skipped: str = ""
     """Why it was not run."""
+    kept_from: str = ""
+    """When its contract was checked, where an earlier compile did that for the very same graphs; empty where it was now."""
     seconds: float = 0.0
     check_seconds: float = 0.0
 
@@ -49,7 +52,7 @@ class PassResult:
                   for m in self.misses]
         return {"name": self.name, "fired": self.fired, "refused": refused, "misses": misses, "contract": self.contract.label,
                 "error": self.error, "bound": self.bound, "promise": self.promise, "dropped": self.dropped, "skipped": self.skipped,
-                "seconds": round(self.seconds, 4), "check_seconds": round(self.check_seconds, 4)}
+                "kept_from": self.kept_from, "seconds": round(self.seconds, 4), "check_seconds": round(self.check_seconds, 4)}
 
     @property
     def note(self) -> str:
@@ -124,8 +127,9 @@ def contract_named(name: str) -> Contract:
 
 def run_pipeline(graph: Graph, passes: Sequence[AnyPass], *, allow: Contract | str = Contract.EXACT, check: CheckLevel = "fast",
                  dump: Path | str | None = None, progress: Callable[[PassResult], None] | None = None,
-                 options: dict[str, Any] | None = None, keep_going: bool = False, needed: Collection[str] = ()) -> PipelineReport:
-    """Apply `passes` to `graph` in place. `progress` is called with each result as it is there.
+                 options: dict[str, Any] | None = None, keep_going: bool = False, needed: Collection[str] = (),
+                 cache: Kept | None = None) -> PipelineReport:
+    """Apply `passes` to `graph` in place. `progress` is called with each result as it is there. cache: what earlier compiles measured.
 
     Raises UserError (the graph untouched) for a pass weaker than `allow` or out of order, and PassFailed (the graph as it
     was before that pass) when a pass breaks the graph or its contract. With `keep_going` such a pass is dropped, and what
@@ -137,7 +141,7 @@ def run_pipeline(graph: Graph, passes: Sequence[AnyPass], *, allow: Contract | s
     folder = Path(dump) if dump else debug.dump()
     if check != "off" and any(one.check is None for one in passes):
         samples(graph, check)                                          # now, rather than after the first pass
-    run = _Run(graph, Judge(graph, check), options or {}, debug.stop())
+    run = _Run(graph, Judge(graph, check, cache), options or {}, debug.stop())
     report = PipelineReport()
     verify(graph)
     dump_to = Dump(folder, graph, [one.name for one in passes]) if folder else None
@@ -242,6 +246,7 @@ class _Run:
                 raise CheckFailed("says it did nothing, but the graph is another one")
             return
         measured = self.judge.judge(one, before, self.graph)
+        result.kept_from = self.judge.kept_from
         if measured:
             result.error, result.bound, result.promise = measured.error, measured.bound, measured.promise
 

@@ -35,6 +35,19 @@ def remove(path: Path) -> None:
             path.unlink()
 
 
+def evict(folder: Path, pattern: str, budget: int, but: Path) -> None:
+    """Remove the oldest entries of a cache that together pass a budget of bytes; never `but`."""
+    found = list[tuple[float, int, Path]]()
+    for entry in folder.glob(pattern):
+        with contextlib.suppress(OSError):                # gone by now: another compile evicts as well
+            size = sum(file.stat().st_size for file in (entry, *entry.rglob("*")) if file.is_file())
+            found.append((entry.stat().st_mtime, size, entry))
+    total = 0
+    for _, size, entry in sorted(found, reverse=True):
+        total += size
+        if total > budget and entry != but: remove(entry)
+
+
 class _Useless(Exception):
     """The entry, not the output, is at fault."""
 
@@ -96,18 +109,6 @@ class Entry:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             copy(artifact, self.path, force=True)
-            self._evict()
+            evict(self.path.parent, "*.infc", BUDGET_BYTES, self.path)
         except (RuntimeFault, OSError) as error:
             self.note(f"not kept for the next compile: {error}")
-
-    def _evict(self) -> None:
-        found = list[tuple[float, int, Path]]()
-        for entry in self.path.parent.glob("*.infc"):
-            with contextlib.suppress(OSError):            # gone by now: another compile evicts as well
-                size = sum(file.stat().st_size for file in entry.rglob("*") if file.is_file())
-                found.append((entry.stat().st_mtime, size, entry))
-        total = 0
-        for _, size, entry in sorted(found, reverse=True):
-            total += size
-            if total > BUDGET_BYTES and entry != self.path:
-                remove(entry)

@@ -10,12 +10,16 @@ different function.
 A bound that follows the graph's own error would follow a wrong graph too. So that error has a bound of its own: twice what the
 captured graph has in eager PyTorch, plus one ulp; with bf16 weights that is with every operator's result rounded to bf16. These
 prompts are longer than the samples that passes are judged on, and no pass was judged on them.
+
+Answers and bounds follow from the two graphs, the prompts and our sources: what an earlier compile computed of the very same is
+taken.
 """
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from . import kept
 from .contracts import run_fp64, run_plain, run_rounded
 from .errors import CheckFailed
 from .ir import Graph
@@ -46,9 +50,21 @@ class Case:
 
 @dataclass(frozen=True)
 class Golden:
-    """Cases and the largest absolute difference a replay may show. graph_error: the optimized graph's own."""
+    """Cases and the largest absolute difference a replay may show. graph_error: the optimized graph's own.
+
+    kept_from: when an earlier compile computed them; empty where it was now.
+    """
 
     cases: list[Case]
+    bound: float
+    graph_error: float
+    kept_from: str = ""
+
+
+class _Answers(kept.Entry, frozen=True):
+    """Golden cases as they are kept. cases: tokens, rows, and the logits as f32 bytes, row by row."""
+
+    cases: list[tuple[list[int], list[int], bytes]]
     bound: float
     graph_error: float
 
@@ -60,13 +76,32 @@ def lengths(buckets: Sequence[int], max_positions: int) -> list[int]:
     return sorted({min(length, max_positions) for length in (*SHORT, longest)})
 
 
-def golden(captured: Graph, graph: Graph, buckets: Sequence[int]) -> Golden:
-    """Cases in fp64 from the captured graph (from the step graph, where it is quantized); the bound from the latter in eager PyTorch."""
+def golden(captured: Graph, graph: Graph, buckets: Sequence[int], cache: kept.Kept | None = None) -> Golden:
+    """Cases in fp64 from the captured graph (from the step graph, where it is quantized); the bound from the latter in eager PyTorch.
+
+    cache: what earlier compiles computed.
+    """
     assert captured.sample_inputs is not None
+    prompts = [captured.sample_inputs(1, length, seed)
+               for seed, length in enumerate(lengths(buckets, int(captured.meta["max_positions"])))]
+    if cache is None: return _computed(captured, graph, prompts)
+    key = kept.key("golden", kept.content(captured), kept.content(graph), kept.content_of(prompts))
+    if found := cache.take(key, _Answers, "golden answers"):
+        cases = [Case(tokens, rows, torch.frombuffer(bytearray(raw), dtype=torch.float32).reshape(len(rows), -1))
+                 for tokens, rows, raw in found.cases]
+        return Golden(cases, found.bound, found.graph_error, found.made)
+    made = _computed(captured, graph, prompts)
+    cases = [(case.tokens, case.rows, case.logits.contiguous().numpy().tobytes()) for case in made.cases]
+    cache.keep(key, _Answers(cases=cases, bound=made.bound, graph_error=made.graph_error), "golden answers")
+    return made
+
+
+def _computed(captured: Graph, graph: Graph, prompts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Golden:
+    """The cases of these prompts, token ids and positions [1, S]."""
     cases: list[Case] = []
     worst, largest, allowed = 0.0, 0.0, 0.0
-    for seed, length in enumerate(lengths(buckets, int(captured.meta["max_positions"]))):
-        ids, positions = captured.sample_inputs(1, length, seed)
+    for ids, positions in prompts:
+        length = ids.shape[1]
         rows = list(range(max(0, length - ROWS), length))
         logits = graph.outputs.index("logits")
         if quantized(graph):

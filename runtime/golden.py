@@ -9,6 +9,7 @@ f32 or f64 [r, vocab], the captured model's own logits at those positions. The m
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 CHUNK, TOGETHER = 48, 3
 """Tokens of a prompt a step of the mixed round takes (more than a block, and no multiple of one), and sequences in it."""
+
+FEW = (2, 3, 1)
+"""Tokens of the sequences that draw beside a case: with it, one for each of the four kinds of settings."""
 
 
 class Case(NamedTuple):
@@ -66,8 +70,9 @@ def replay(model: "Model", buckets: Sequence[str] = (), brief: bool = False) -> 
     """Feed every case through every bucket, as much of it a step as the bucket takes (the rest is padding), and compare.
 
     buckets: names to try; default, all. brief: where a step takes seconds; of each bucket the longest case that it takes in three steps,
-    and of the last round the shorter cases. A last round, "mixed", runs all cases together: in one step, and then as a service would,
-    some decoding while others begin, in blocks that others gave back. Raises RuntimeFault where the artifact has no golden cases.
+    its draws in one step where there is room, and of the last round the shorter cases. A last round, "mixed", runs all cases together: in
+    one step, and then as a service would, some decoding while others begin, in blocks that others gave back. Raises RuntimeFault where the
+    artifact has no golden cases.
     """
     info = model.manifest.golden
     if info is None:
@@ -81,7 +86,7 @@ def replay(model: "Model", buckets: Sequence[str] = (), brief: bool = False) -> 
         worst: list[float] = []
         for case in _longest(cases, 3 * bucket.bucket["T"]) if brief else cases:
             model.pool.poison()
-            found, odd = _run(model, case, bucket)
+            found, odd = _run(model, case, bucket, brief)
             wrong += odd
             worst.append(_error(info.metric, case.logits, found))
             right += int((found.argmax(-1) == case.logits.argmax(-1)).sum())
@@ -111,33 +116,69 @@ def _cases(model: "Model") -> list[Case]:
         raise RuntimeFault(f"{where}: has no tensor {error}; compile the artifact again") from error
 
 
-def _run(model: "Model", case: Case, bucket: BucketInfo) -> "tuple[np.ndarray, int]":
-    """The logits at the case's rows, its tokens fed through this bucket alone, as many a step as it takes; and wrong tokens."""
+def _run(model: "Model", case: Case, bucket: BucketInfo, brief: bool = False) -> "tuple[np.ndarray, int]":
+    """The logits at the case's rows, its tokens fed through this bucket alone, as many a step as it takes; and wrong tokens.
+
+    brief: sequences of a few of its first tokens come in beside its last step, and one step draws from all of them.
+    """
     import numpy as np
 
     found: dict[int, np.ndarray] = {}
     wrong = 0
-    with model.sequence() as sequence:
+    with ExitStack() as stack:
+        sequence = stack.enter_context(model.sequence())
+        drawn = [(sequence, case.tokens[-1])]
         for at, stop, rows in _steps(case, bucket):
-            tokens, values = model.run_logits([Work(sequence, case.tokens[at:stop], rows)], True, bucket.name)
+            works = [Work(sequence, case.tokens[at:stop], rows)]
+            if brief and stop == len(case.tokens) and _room(bucket, stop - at, stop):
+                beside = [stack.enter_context(model.sequence()) for _ in FEW]
+                works += [Work(other, case.tokens[:count], 0) for other, count in zip(beside, FEW, strict=True)]
+                drawn += [(other, case.tokens[count]) for other, count in zip(beside, FEW, strict=True)]
+            tokens, values = model.run_logits(works, True, bucket.name)
             if rows:
                 found.update({position: values[position - stop + rows] for position in range(stop - rows, stop)})
                 wrong += int((values.argmax(-1) != tokens).sum())
         if case.rows and case.rows[-1] == len(case.tokens) - 1:
-            wrong += _draw(model, sequence, case.tokens[-1], bucket.name)
+            sequence.truncate(len(case.tokens) - 1)
+            wrong += _draw(model, drawn, bucket.name)
     return np.stack([found[row] for row in case.rows]), wrong
 
 
-def _draw(model: "Model", sequence: "OpenSequence", last: int, bucket: str) -> int:
-    """Step the last token again with settings of every kind; how many of the drawn tokens are wrong.
+def _room(bucket: BucketInfo, now: int, tokens: int) -> bool:
+    """Do sequences of FEW tokens fit beside `now` of a case's in a step, may each of them draw, and has the case a token more than they?"""
+    sizes = bucket.bucket
+    return now + sum(FEW) <= sizes["T"] and len(FEW) < min(sizes["N"], sizes["R"]) and max(FEW) < tokens
 
-    The logits are those of a step like the ones that draw: among more tokens they may round otherwise. The uniform number is put in
-    the middle of the interval of the token that is expected, so that rounding inside the draw cannot move it out.
+
+def _draw(model: "Model", drawn: "Sequence[tuple[OpenSequence, int]]", bucket: str) -> int:
+    """Step the next token of each sequence with settings of every kind; how many of the drawn tokens are wrong.
+
+    Of one sequence each kind is a step, of four a row of one step. The logits are those of a step like the ones that draw: among more
+    tokens they may round otherwise. Every sequence is left as it was.
+    """
+    def step(settings: Sequence[tuple[Sampling, float]], logits: bool) -> "tuple[list[int], np.ndarray]":
+        works = [Work(sequence, [token], 1, *setting) for (sequence, token), setting in zip(drawn, settings, strict=True)]
+        found = model.run_logits(works, logits, bucket)
+        for sequence, _ in drawn: sequence.truncate(sequence.length - 1)
+        return found
+
+    kinds = [_kinds(row) for row in step([(Sampling(), 0.0)] * len(drawn), True)[1]]
+    wrong = 0
+    for first in range(0, 4, len(drawn)):
+        asked = [kinds[i][first + i] for i in range(len(drawn))]
+        tokens = step([(sampling, uniform) for sampling, uniform, _ in asked], False)[0]
+        wrong += sum(token != expected for token, (_, _, expected) in zip(tokens, asked, strict=True))
+    return wrong
+
+
+def _kinds(logits: "np.ndarray") -> list[tuple[Sampling, float, int]]:
+    """Settings of four kinds, a uniform number, and the token that must come of them. logits [vocab].
+
+    The number is put in the middle of the token's interval, so that rounding inside the draw cannot move it out.
     """
     import numpy as np
 
-    sequence.truncate(sequence.length - 1)
-    wide = model.run_logits([Work(sequence, [last], 1)], True, bucket)[1][0].astype(np.float64)
+    wide = logits.astype(np.float64)
     spread = float(wide.std()) or 1.0
     order = np.argsort(-wide, kind="stable")
     temperature = float(np.float32(0.3 * spread))                       # a hundred tokens or so share most of the mass
@@ -145,15 +186,13 @@ def _draw(model: "Model", sequence: "OpenSequence", last: int, bucket: str) -> i
     below = np.concatenate(([0.0], np.cumsum(share / share.sum())))     # of each rank: the mass before it
     half, most, few = (int(np.searchsorted(below[1:], mass)) for mass in (0.5, 0.8, 0.3))
     top = min(7, len(order))
-    wrong = 0
+    found = []
     for rank, top_k, kept in ((half, 0, len(order)), (top - 1, top, top), (most, 0, most + 1), (few, 0, len(order))):
         cut = top_k == 0 and kept < len(order)                          # top-p: halfway into the last token that is kept
         top_p = float((below[kept - 1] + below[kept]) / 2) if cut else 1.0
         uniform = float((below[rank] + below[rank + 1]) / 2 / below[kept])
-        sequence.truncate(sequence.length - 1)
-        drawn = model.run_logits([Work(sequence, [last], 1, Sampling(temperature, top_k, top_p), uniform)], False, bucket)[0]
-        wrong += drawn != [int(order[rank])]
-    return wrong
+        found.append((Sampling(temperature, top_k, top_p), uniform, int(order[rank])))
+    return found
 
 
 def _steps(case: Case, bucket: BucketInfo) -> Iterator[tuple[int, int, int]]:

@@ -48,11 +48,11 @@ def write_artifact(path: Path, parts: Parts, force: bool, check: Callable[[Path]
     return manifest
 
 
-def amend(folder: Path, report: Mapping[str, object], quality: QualityInfo) -> None:
+def amend(folder: Path, report: Mapping[str, object], quality: QualityInfo | None = None) -> None:
     """What was found out about a written artifact, put into it before it gets its name: for the `check` of `write_artifact`."""
     manifest = decode((folder / MANIFEST).read_bytes(), str(folder))
     told = _write(folder / REPORT, lambda file: file.write(msgspec.json.encode(dict(report))))
-    raw = encode(msgspec.structs.replace(manifest, files={**manifest.files, REPORT: told}, quality=quality))
+    raw = encode(msgspec.structs.replace(manifest, files={**manifest.files, REPORT: told}, quality=quality or manifest.quality))
     _write(folder / MANIFEST, lambda file: file.write(raw))
     _sync_folder(folder)
 

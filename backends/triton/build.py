@@ -15,16 +15,15 @@ from typing import BinaryIO, cast
 
 import msgspec
 
+from ...compiler import kept
 from ...compiler.errors import CheckFailed, InfcError
-from ...compiler.reuse import cache_folder, remove
+from ...compiler.reuse import cache_folder
 from .registry import Launch
 from .request import key, request
 from .worker import ARCHS, Binary, Request, receive, send
 
 WORKERS = min(8, len(os.sched_getaffinity(0)))
 """Processes that compile; each takes about 300 MB."""
-
-_DIGEST_BYTES = 32                       # sha256, behind a kept build
 
 
 class Code(msgspec.Struct, frozen=True):
@@ -213,34 +212,19 @@ class _Worker:
 def _kept(path: Path, arch: str, title: str, note: Callable[[str], None]) -> Code | None:
     """The build kept at that place; None where there is none, or no longer what was written: such an entry is removed."""
     try:
-        entry = path.read_bytes()
-        raw, digest = entry[:-_DIGEST_BYTES], entry[-_DIGEST_BYTES:]
-        if _digest(raw, path) == digest:
-            binary = msgspec.msgpack.decode(raw, type=Binary)
-            return Code(arch, title, hashlib.sha256(binary.cubin).hexdigest(), binary)
-        why = "it was altered (its sha256 differs)"
-    except (FileNotFoundError, NotADirectoryError):
+        raw = kept.read(path)
+    except (kept.Altered, OSError) as error:
+        why = f"it cannot be read ({error.strerror})" if isinstance(error, OSError) else str(error)
+        note(f"the kept kernel {path} is of no use, compiling {title} again: {why}")
         return None
-    except OSError as error:
-        why = f"it cannot be read ({error.strerror})"
-    note(f"the kept kernel {path} is of no use, compiling {title} again: {why}")
-    remove(path)
-    return None
+    if raw is None: return None
+    binary = msgspec.msgpack.decode(raw, type=Binary)
+    return Code(arch, title, hashlib.sha256(binary.cubin).hexdigest(), binary)
 
 
 def _keep(code: Code, path: Path, note: Callable[[str], None]) -> None:
     """Atomically: another process may be writing the same. Where it fails, the compile is no worse for it."""
-    sibling = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
-    raw = msgspec.msgpack.encode(code.made)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with sibling.open("xb") as file: file.write(raw + _digest(raw, path))
-        os.replace(sibling, path)
+        kept.write(path, msgspec.msgpack.encode(code.made))
     except OSError as error:
         note(f"kernel {code.title} is not kept for the next compile: {path.parent} cannot be written ({error.strerror})")
-    finally:
-        with contextlib.suppress(OSError): sibling.unlink()
-
-
-def _digest(raw: bytes, path: Path) -> bytes:
-    return hashlib.sha256(path.name.encode() + raw).digest()

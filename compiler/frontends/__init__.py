@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ..ir import Graph
+    from ..kept import Kept
+    from .kept_graph import KeptGraph
     from .torch_module import Dynamic
 
 Progress = Callable[[str], None]
@@ -19,17 +21,17 @@ EXAMPLE = (5, 7)
 
 
 def capture(spec: "str | Path | nn.Module", inputs: "Sequence[Tensor] | None" = None, dynamic: "Dynamic | None" = None, *,
-            outputs: Sequence[str] | None = None, progress: Progress = lambda line: None) -> "Graph":
+            outputs: Sequence[str] | None = None, progress: Progress = lambda line: None, cache: "Kept | None" = None) -> "Graph":
     """A Graph of a model: a name (`infc models`), `random:NAME?layers=N`, a .gguf file, a Hugging Face folder, or a module.
 
     Decoders become (input_ids [B, S], position_ids [B, S]) -> logits, with batch and length dynamic. A module of another
-    kind needs example `inputs`, and `dynamic` names its dynamic axes: {"x": {0: "B"}}.
+    kind needs example `inputs`, and `dynamic` names its dynamic axes: {"x": {0: "B"}}. cache: graphs that earlier compiles captured.
     Raises UserError (exit 2) with one line for what cannot be captured, CheckFailed when the graph is not the module.
     """
     from torch import nn
 
     if not isinstance(spec, nn.Module):
-        return capture_decoder(*load(spec, progress), progress)
+        return capture_decoder(*load(spec, progress), progress, _known(spec, cache, progress) if cache else None)
     if inputs is None:
         return capture_decoder(*_decoder_module(spec), progress)
     from .torch_module import capture_module
@@ -69,14 +71,27 @@ def load(spec: str | Path, progress: Progress = lambda line: None) -> "tuple[nn.
     return gguf.load(path)
 
 
-def capture_decoder(module: "nn.Module", meta: "dict[str, Any]", progress: Progress = lambda line: None) -> "Graph":
+def _known(spec: str | Path, cache: "Kept", progress: Progress) -> "KeptGraph | None":
+    """Where the graph of a model is kept: by its content, our sources, and the libraries that take part."""
+    from .. import kept, keys
+    from .identity import identity
+    from .kept_graph import KeptGraph
+
+    content = identity(spec)
+    return KeptGraph(cache, kept.key("captured", content, EXAMPLE, *keys.libraries()), progress) if content else None
+
+
+def capture_decoder(
+    module: "nn.Module", meta: "dict[str, Any]", progress: Progress = lambda line: None, known: "KeptGraph | None" = None,
+) -> "Graph":
     """A stateless decoder, (input_ids, position_ids) -> logits, as a Graph with dims B and S."""
     from .samples import DecoderSamples
     from .torch_module import capture_module
 
     progress(f"capturing {meta['name']}")
     samples = DecoderSamples(meta["vocab_size"], meta["max_positions"])
-    graph = capture_module(module, samples.at(*EXAMPLE), DECODER_DIMS, outputs=["logits"], meta=meta, samples=samples, prefix="hf.")
+    graph = capture_module(module, samples.at(*EXAMPLE), DECODER_DIMS, outputs=["logits"], meta=meta, samples=samples,
+                           prefix="hf.", known=known)
     graph.blocks = getattr(module, "blocks", {})                  # of a GGUF: what can be kept as it is
     return graph
 

@@ -27,10 +27,10 @@ def lift(source: fx.Graph, program: ExportedProgram, names: list[str], outputs: 
     for node in source.nodes:                                     # weights, in the order the module declares them
         if node.op == "placeholder" and node.name in tensors:
             path, tensor = tensors[node.name]
-            twin = by_storage.get(_identity(tensor))
+            twin = by_storage.get(identity_of(tensor))
             if twin is None and (node.name in used or _shares(tensor, tensors, used)):
                 name = _identifier(path.removeprefix(prefix), [*weights, *names])
-                twin = by_storage[_identity(tensor)] = _placeholder(graph, name, node, [_module_of(path.removeprefix(prefix))])
+                twin = by_storage[identity_of(tensor)] = _placeholder(graph, name, node, [_module_of(path.removeprefix(prefix))])
                 weights[name] = tensor
             env[node] = twin
     placeholders = {node.name: node for node in source.nodes if node.op == "placeholder"}
@@ -63,7 +63,7 @@ def _weight_tensors(program: ExportedProgram) -> dict[str, tuple[str, Tensor]]:
     return found
 
 
-def _identity(tensor: Tensor) -> Any:
+def identity_of(tensor: Tensor) -> Any:
     """Tied weights share this: storage, place in it, and how it is read."""
     if not tensor.numel():
         return id(tensor)
@@ -71,7 +71,7 @@ def _identity(tensor: Tensor) -> Any:
 
 
 def _shares(tensor: Tensor, tensors: Mapping[str, tuple[str, Tensor]], used: set[str]) -> bool:
-    return any(_identity(other) == _identity(tensor) for name, (_, other) in tensors.items() if name in used)
+    return any(identity_of(other) == identity_of(tensor) for name, (_, other) in tensors.items() if name in used)
 
 
 def _identifier(path: str, taken: Sequence[str]) -> str:

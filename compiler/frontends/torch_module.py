@@ -12,10 +12,11 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from ..errors import UserError
+from ..errors import CheckFailed, UserError
 from ..ir import Graph, verify
 from . import composites
 from .compare import compare
+from .kept_graph import KeptGraph
 from .lift import lift, place
 from .messages import first_line, user_line
 from .samples import TensorSamples
@@ -29,11 +30,12 @@ EXPORT_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, NotImpleme
 
 def capture_module(module: nn.Module, inputs: Sequence[Tensor], dynamic: Dynamic | None = None, *,
                    outputs: Sequence[str] | None = None, meta: Mapping[str, Any] | None = None,
-                   samples: Callable[..., Any] | None = None, prefix: str = "") -> Graph:
+                   samples: Callable[..., Any] | None = None, prefix: str = "", known: KeptGraph | None = None) -> Graph:
     """The module as a Graph in the captured dialect.
 
     `inputs` are examples: each dynamic axis at least 2, and no two dims equal (a size of 0 or 1, or equal sizes, would be
-    baked in). `prefix` is cut off module paths and weight names (a wrapper's attribute).
+    baked in). `prefix` is cut off module paths and weight names (a wrapper's attribute). `known` is where the graph of this very
+    module may be kept: it is read back then instead of traced, and checked like any other.
     Raises UserError for a module that cannot be captured as it is (training mode, weights that are not finite, data-dependent
     control flow, a dynamic size the code fixes), CheckFailed when graph and module disagree.
     """
@@ -42,15 +44,23 @@ def capture_module(module: nn.Module, inputs: Sequence[Tensor], dynamic: Dynamic
     names = input_names(module, len(inputs))
     _check_request(module, names, inputs, dynamic)
     _check_finite(module, prefix)
-    program = _export(module, names, inputs, dynamic)
-    graph = lift(*_functional(program), names, outputs, prefix)
-    graph.symbols = _symbols(graph, dynamic)
+    sizes = {dim: x.shape[axis] for name, x in zip(names, inputs, strict=True) for axis, dim in dynamic.get(name, {}).items()}
+    graph = found = known.take(module, sizes) if known else None
+    if graph is None:
+        program = _export(module, names, inputs, dynamic)
+        graph = lift(*_functional(program), names, outputs, prefix)
+        graph.symbols = _symbols(graph, dynamic)
     graph.meta = dict(meta or {})
     by_index = {i: dynamic[name] for i, name in enumerate(names) if name in dynamic}
     graph.sample_inputs = samples or TensorSamples(inputs, by_index)
     _check_deterministic(graph)
     verify(graph, "captured")
-    compare(graph, module)
+    try:
+        compare(graph, module)
+    except CheckFailed as error:
+        if found is None: raise
+        raise CheckFailed(f"{error.message}; an earlier compile kept this graph: --no-cache captures it again") from error
+    if known and found is None: known.keep(graph, module)
     return graph
 
 

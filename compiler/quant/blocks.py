@@ -3,8 +3,10 @@
 Kept are Q4_0, Q4_1 and Q8_0: groups of 32 with an f16 scale, and an f16 offset in Q4_1 (https://github.com/ggml-org/ggml,
 src/ggml-common.h). K-quants have scales of scales, Q5 has 5 bits: those are no codes of ours, and stay dequantized.
 """
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,11 @@ class Stored:
 
     rows: np.ndarray               # u8 [N, bytes per row]
     kind: str                      # Q4_1, F16, ...
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of the rows."""
+        return hashlib.sha256(np.ascontiguousarray(self.rows).data).hexdigest()
 
 
 @dataclass(frozen=True)

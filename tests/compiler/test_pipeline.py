@@ -25,7 +25,7 @@ def test_runs_checks_and_reports():
     assert report.fired("double") == 1 and seen == report.passes
     (entry,) = report.json()
     assert set(entry) == {"name", "fired", "refused", "misses", "contract", "error", "bound", "promise", "dropped", "skipped", "seconds",
-                          "check_seconds"}
+                          "check_seconds", "kept_from"}
     assert (entry["name"], entry["fired"], entry["refused"], entry["contract"], entry["error"]) == ("double", 1, [], "exact", 0.0)
 
 
