@@ -48,6 +48,7 @@ app.add_typer(quality, name="quality")
 
 Artifact = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="what `infc compile` wrote: NAME.infc", show_default=False)]
 ModelName = Annotated[str, typer.Argument(help="a name from `infc models`, a Hugging Face folder, a GGUF file", show_default=False)]
+Dtype = Literal["bf16", "fp16", "fp32"]
 Json = Annotated[bool, typer.Option("--json", help="one JSON document on stdout")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="no progress, no tables")]
 Threads = Annotated[int | None, typer.Option(min=1, help="threads to use [default: one a core]", show_default=False)]
@@ -58,7 +59,7 @@ def compile_model(
     model: ModelName,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="[default: ./NAME.infc]", show_default=False)] = None,
     target: Annotated[str, typer.Option(help="a name from `infc targets`; cpu is this machine")] = "cpu",
-    dtype: Annotated[Literal["bf16", "fp32"], typer.Option(help="of weights, KV cache and products")] = "bf16",
+    dtype: Annotated[Dtype, typer.Option(help="of weights, KV cache and products; fp16 on a GPU")] = "bf16",
     allow: Annotated[
         Literal["exact", "distribution", "approximate"], typer.Option(help="the weakest contract a pass may have")
     ] = "approximate",
@@ -310,7 +311,7 @@ def diff(
 @app.command("bisect")
 def find_fault(
     model: ModelName,
-    dtype: Annotated[Literal["bf16", "fp32"], typer.Option(help="of weights, KV cache and products")] = "bf16",
+    dtype: Annotated[Dtype, typer.Option(help="of weights, KV cache and products; fp16 on a GPU")] = "bf16",
     check: Annotated[Literal["golden"], typer.Option(help="golden: compare logits with the captured graph's in fp64")] = "golden",
     command: Annotated[
         str | None, typer.Option(help="shell command with {artifact} in it: 0 is good, 125 cannot tell, else bad", show_default=False)
@@ -342,7 +343,7 @@ def find_fault(
 def explain(
     subject: Annotated[str, typer.Argument(metavar="MODEL|ARTIFACT", help="with --pass a model too", show_default=False)],
     one: Annotated[str | None, typer.Option("--pass", help="why it fired where it did, and not elsewhere", show_default=False)] = None,
-    dtype: Annotated[Literal["bf16", "fp32"], typer.Option(help="with --pass, of a model")] = "bf16",
+    dtype: Annotated[Dtype, typer.Option(help="with --pass, of a model")] = "bf16",
     measured: Annotated[bool, typer.Option("--measured", help="run it, and put measured times beside predicted ones")] = False,
     tokens: Annotated[str | None, typer.Option(help="of the prefills [default: 256]", show_default=False)] = None,
     contexts: Annotated[str | None, typer.Option(help="tokens before the decode step [default: 128,448]", show_default=False)] = None,

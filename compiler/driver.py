@@ -56,7 +56,7 @@ from .rewrite import Report
 if TYPE_CHECKING:
     from torch import nn
 
-DTYPES = ("bf16", "fp32")
+DTYPES = ("bf16", "fp16", "fp32")
 BUCKETS = {"cpu": (1, 16, 128, 512), "cuda": (1, 8, 64, 512, 2048)}
 """Tokens per step. CPU kernels take the live count, so a bucket only bounds memory; 512 is where products reach their peak. A GPU runs a
 step at its bucket's size: decode at 1, 8 and 64 sequences, prompts in chunks of up to 2048."""
@@ -256,7 +256,7 @@ def compile(
             if summary["quality"] is None: return
             summary["quality"]["layers"] = per_layer.with_kernels(
                 summary["quality"]["layers"], programs[0], [*store.kernels.values()], [*pays.outcomes.values()] if pays else [],
-                wide_bytes=2 if options.dtype == "bf16" else 4, read_gb_s=verified.get("read_gb_s"))
+                wide_bytes=4 if options.dtype == "fp32" else 2, read_gb_s=verified.get("read_gb_s"))
             amend(folder, {**parts.report, **summary}, compile_gate.info(summary["quality"]))
 
         write(path, parts, force=options.force, check=check)
@@ -306,7 +306,7 @@ def _search(captured: Graph, options: Options, listen: Listener) -> search.Found
         one.apply(wide, Report(one.name, options=given))
     return search.search(
         wide, plan, limits.parse(options.quality or limits.DEFAULT), candidates=search.parse_candidates(options.candidates),
-        goal=options.search_for, wide_bytes=2 if options.dtype == "bf16" else 4,
+        goal=options.search_for, wide_bytes=4 if options.dtype == "fp32" else 2,
         progress=lambda line, share: listen(Event("pass", "search", line, share)))
 
 
@@ -381,8 +381,10 @@ def _result(path: Path, clock: _Clock, summary: dict[str, Any], verified: dict[s
 def _check(options: Options) -> None:
     if options.dtype not in DTYPES:
         raise UserError(f"unknown dtype {options.dtype!r}: choose one of {', '.join(DTYPES)}")
-    if options.dtype == "bf16" and options.allow != "approximate":
-        raise UserError(f"--allow {options.allow} forbids rounding weights to bf16, which is approximate: add --dtype fp32")
+    if options.dtype != "fp32" and options.allow != "approximate":
+        raise UserError(f"--allow {options.allow} forbids rounding weights to {options.dtype}, which is approximate: add --dtype fp32")
+    if options.dtype == "fp16" and targets.find(options.target).kind == "cpu":
+        raise UserError(f"--dtype fp16: no kernel of the target {options.target} multiplies it, only those of GPUs: use bf16, or fp32")
     _plan(options)
     if options.quant == AUTO:
         search.check(limits.parse(options.quality or limits.DEFAULT), options.search_for)

@@ -74,6 +74,11 @@ def test_an_exact_compile_says_which_dtype_it_needs(empty: Path):
     refused(compiling("tiny", "--allow", "exact", "-o", empty / "a.infc"), "--dtype fp32")
 
 
+@pytest.mark.parametrize("target", ["cpu", "x86-64-v3", "portable"])
+def test_fp16_is_for_gpus(empty: Path, target: str):
+    refused(compiling("tiny", "--dtype", "fp16", "--target", target, "-o", empty / "a.infc"), "--dtype fp16", target, "GPU", "bf16")
+
+
 @pytest.mark.parametrize("target", ["gpu", "cuda"])
 def test_a_gpu_target_without_a_model_lists_the_models(empty: Path, target: str):
     refused(compiling("tiny", "--target", target, "-o", empty / "a.infc"), target, "name it: h100, h100-pcie, h200, a100, l40s, b200")

@@ -20,9 +20,10 @@ from infc.runtime.errors import RuntimeFault
 from infc.runtime.session import Model, load
 
 BUCKETS = (1, 4, 16)
-KINDS = {"bf16": Options(), "fp32": Options(dtype="fp32"), "int8 KV": Options(kv_quant="int8", unverified=True),
-         "fp8 KV": Options(kv_quant="fp8", unverified=True), "w4": Options(quant="w4", quant_method="rtn", unverified=True)}
-FAST = ("bf16", "int8 KV", "fp8 KV")
+KINDS = {"bf16": Options(), "fp16": Options(dtype="fp16"), "fp32": Options(dtype="fp32"),
+         "int8 KV": Options(kv_quant="int8", unverified=True), "fp8 KV": Options(kv_quant="fp8", unverified=True),
+         "w4": Options(quant="w4", quant_method="rtn", unverified=True)}
+FAST = ("bf16", "fp16", "int8 KV", "fp8 KV")
 
 
 def compiled(folder: Path, options: Options, bounds: driver.Bounds) -> Path:
