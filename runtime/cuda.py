@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from .buffers import view
+from .buffers import OnGpu, view
 from .device import ALIGN, Copy, Launch, OutOfMemory, Recorded, Work, arch_fits
 from .errors import RuntimeFault
 from .program import Kernel
@@ -184,6 +184,10 @@ class CudaDevice:
             self.call("copying from the device", self._cu.cuMemcpyDtoHAsync, found, address, size, self.stream)
             self._settle("copying from the device")
         return bytes(found)
+
+    def array(self, address: int, shape: tuple[int, int]) -> OnGpu:
+        """The float32 numbers there, where they are."""
+        return OnGpu(address, shape, "<f4")
 
     def fill(self, address: int, byte: int, size: int) -> None:
         """Set every byte of a range."""

@@ -6,7 +6,7 @@ addresses, so a program's steps look alike on either. A device belongs to one th
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from .errors import RuntimeFault
 from .program import Kernel
@@ -90,6 +90,10 @@ class Device(Protocol):
 
     def download(self, address: int, size: int) -> bytes:
         """Device to host."""
+        ...
+
+    def array(self, address: int, shape: tuple[int, int]) -> Any:
+        """The float32 numbers there, where they are: nothing is copied, and nobody may write to it."""
         ...
 
     def fill(self, address: int, byte: int, size: int) -> None:

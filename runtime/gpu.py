@@ -133,8 +133,11 @@ class GpuExecutor:
         """The first `rows` tokens of the last step."""
         return self.views["token"][:rows].tolist()
 
-    def logits(self, rows: int) -> Any:
-        """A copy of the first `rows` rows of the last step's logits, float32 [rows, vocab]: it stays what it is."""
+    def logits(self, rows: int, copy: bool = True) -> Any:
+        """The first `rows` rows of the last step's logits, float32 [rows, vocab]: a copy, which stays what it is; or where they lie on
+        the device, until the next step writes there.
+        """
+        if not copy: return self.device.array(self._io["logits"].address, (rows, self.artifact.manifest.model.vocab))
         import numpy as np
 
         vocab = self.artifact.manifest.model.vocab

@@ -104,8 +104,36 @@ class Failing(HostDevice):
         raise RuntimeFault("the GPU's context is lost")
 
 
-def test_what_cannot_be_loaded_says_why(tmp_path: Path) -> None:
-    path = compiled(tmp_path, KINDS["bf16"], driver.Bounds())
+class Full(HostDevice):
+    """A device with room for two recordings."""
+
+    def __init__(self, arch: str) -> None:
+        super().__init__(arch)
+        self.kept: list[Recording] = []
+
+    def record(self, work: Sequence[Work]) -> Recording:
+        if sum(bool(one.work) for one in self.kept) == 2: raise OutOfMemory("no room for a recording", 4096, 512)
+        self.kept.append(super().record(work))
+        return self.kept[-1]
+
+
+def test_a_full_device_keeps_fewer_buckets_and_says_so(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", "infc"), load(path, device=Full("sm_90a"), kv_tokens=64) as model:
+        assert {k: model.counters[k] for k in ("entries", "crowded", "evictions")} == {"entries": 2, "crowded": 1, "evictions": 0}
+        model._table(model._buckets[0])                                   # decode is prepared again, and the next one goes
+        model._table(model._buckets[2])
+        assert model.counters["crowded"] == 2
+    assert [record.name for record in caplog.records] == ["infc"] * 2
+    assert "bucket step_T16: it takes at least 4096 bytes, 512 are free; step_T1 goes" in caplog.text
+    assert "bucket step_T1: " in caplog.text
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compiled(tmp_path_factory.mktemp("plain"), KINDS["bf16"], driver.Bounds())
+
+
+def test_what_cannot_be_loaded_says_why(path: Path) -> None:
     with pytest.raises(RuntimeFault, match="context is lost"): load(path, device=Failing("sm_90a"))
     with pytest.raises(RuntimeFault, match=r"built for sm_90a.*sm_80"): load(path, device=HostDevice("sm_80"))
 

@@ -666,3 +666,12 @@ def test_the_bindings_take_our_nodes():
     assert (int(into.dstDevice), into.srcHost, int(into.srcMemoryType), int(into.dstMemoryType)) == (11, 22, 1, 2)
     assert (out.dstHost, int(out.srcDevice), int(out.srcMemoryType), int(out.dstMemoryType)) == (11, 22, 2, 1)
     assert {(node.WidthInBytes, node.Height, node.Depth) for node in (into, out)} == {(33, 1, 1)}
+
+
+def test_memory_is_handed_out_where_it_lies() -> None:
+    """As the CUDA array interface has it; rows of it are further on in the same memory."""
+    whole = CudaDevice(driver=FakeDriver()).array(4096, (6, 5))
+    assert whole.__cuda_array_interface__ == {"shape": (6, 5), "typestr": "<f4", "data": (4096, False), "version": 3, "strides": None}
+    part = whole[2:4]
+    assert (part.shape, part.address) == ((2, 5), 4096 + 2 * 5 * 4) and part[1:].address == 4096 + 3 * 5 * 4
+    assert whole[4:2].shape == (0, 5)
