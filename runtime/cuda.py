@@ -227,6 +227,7 @@ class CudaDevice:
         an error names the step it is at, and there is nothing to unwind but the graph.
         """
         cu, before = self._cu, self.free_memory()
+        given = sum(8 * len(item.params) for item in work if isinstance(item, Launch))
         graph, made, node = self.call("making a graph", cu.cuGraphCreate, 0), None, None
         try:
             for place, item in enumerate(work):
@@ -240,11 +241,10 @@ class CudaDevice:
             if made is not None:
                 self._held.free(cu.cuGraphExecDestroy, made)
             if isinstance(error, _NoRoom):
-                raise OutOfMemory(f"no room for a graph of {len(work)} steps: {error}") from error
+                raise OutOfMemory(f"no room for a graph of {len(work)} steps: {error}", given, before) from error
             raise
         finally:
             cu.cuGraphDestroy(graph)
-        given = sum(8 * len(item.params) for item in work if isinstance(item, Launch))
         return CudaRecording(self, made, max(before - self.free_memory(), given))
 
     def _add(self, graph: Any, after: list[Any], item: Work, where: str) -> Any:

@@ -122,7 +122,11 @@ class Device(Protocol):
 
 
 class OutOfMemory(RuntimeFault):
-    """A device has no room for a recording; whoever keeps several can do with fewer."""
+    """A device has no room for a recording; whoever keeps several can do with fewer. Bytes it takes at least, and that were free."""
+
+    def __init__(self, message: str, wanted: int, free: int) -> None:
+        super().__init__(message)
+        self.wanted, self.free = wanted, free
 
 
 def arch_fits(built: str, arch: str) -> bool:

@@ -1,5 +1,5 @@
 """Whole programs for a GPU, their kernels interpreted: every bucket, chunked prompts, a mixed batch, padding; against fp64."""
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,14 +8,14 @@ import torch
 from triton_env import kernels  # first: kernels of this process are interpreted
 
 from decoders import llama  # isort: skip
-from infc.backends.host_device import HostDevice
+from infc.backends.host_device import HostDevice, Recording
 from infc.backends.triton.device import interpreter
 from infc.compiler import driver
 from infc.compiler.driver import Hooks, Options
 from infc.compiler.errors import CheckFailed
 from infc.runtime import golden
 from infc.runtime.artifact import read
-from infc.runtime.device import Copy
+from infc.runtime.device import Copy, OutOfMemory, Work
 from infc.runtime.errors import RuntimeFault
 from infc.runtime.session import Model, load
 
@@ -83,6 +83,17 @@ def test_replays_move_nothing(model: Model) -> None:
         for _ in range(3): model.step([sequence], [[1]])
     assert model.executor.places == places
     assert model.counters["misses"] == before["misses"] and model.counters["hits"] == before["hits"] + 3
+
+
+def test_the_static_buffer_of_the_device_is_handed_out(model: Model) -> None:
+    """Where the last step left its logits: the same place each time, overwritten by the next step; a copy by default."""
+    with model.sequence() as sequence:
+        first = model.step([sequence], [[1, 2]], logits="all", copy=False).logits[0]
+        assert first.shape == (2, model.manifest.model.vocab) and (first == model.executor.logits(2)).all() and not first.flags.writeable
+        kept = first.copy()
+        copied = model.step([sequence], [[3]]).logits[0]
+        assert (first[0] == copied[0]).all() and (first[0] != kept[0]).any() and copied.flags.writeable
+        assert model.step([sequence], [[4]], copy=False).logits[0].ctypes.data == first.ctypes.data
 
 
 def test_wrong_work_is_seen() -> None:

@@ -428,8 +428,9 @@ def test_no_room_for_a_recording(device, driver, function):
     device.load(POLY, code(POLY))
     before = driver.left()
     driver.fails[function] = Result.CUDA_ERROR_OUT_OF_MEMORY
-    with pytest.raises(OutOfMemory, match=r"no room for a graph of 1 steps: NVIDIA H200: .*CUDA_ERROR_OUT_OF_MEMORY"):
+    with pytest.raises(OutOfMemory, match=r"no room for a graph of 1 steps: NVIDIA H200: .*CUDA_ERROR_OUT_OF_MEMORY") as full:
         device.record([Launch(POLY, (1, 1, 1), (0, 0))])
+    assert (full.value.wanted, full.value.free) == (16, device.free_memory())
     assert driver.left() == before
     driver.fails.clear()
     device.record([Launch(POLY, (1, 1, 1), (0, 0))])
