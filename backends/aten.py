@@ -10,12 +10,11 @@ import torch
 from torch import fx
 
 from ..compiler.errors import CheckFailed
-from ..compiler.ir import Graph
+from ..compiler.ir import Graph, where
 from ..compiler.placement import Claims, Placement, Unit
 from .launch import Context, Launch, Out
 from .loops import DTYPES
 
-NAMES = {**DTYPES, torch.float16: "f16"}
 DROPPED = frozenset({"device", "layout", "pin_memory", "memory_format"})     # a program's buffers are on its device, row-major
 
 

@@ -68,6 +68,13 @@ class HostDevice:
         self.room(address, size)
         return ctypes.string_at(address, size)
 
+    def array(self, address: int, shape: tuple[int, int]) -> np.ndarray:
+        """The float32 numbers there, where they are."""
+        self.room(address, 4 * math.prod(shape))
+        found = np.frombuffer((ctypes.c_char * (4 * math.prod(shape))).from_address(address), np.float32).reshape(shape)
+        found.flags.writeable = False
+        return found
+
     def fill(self, address: int, byte: int, size: int) -> None:
         """Set bytes of a region."""
         self.room(address, size)

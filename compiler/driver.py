@@ -13,6 +13,7 @@ import torch
 
 from .. import passes
 from ..backends import reference
+from ..backends.aten import check_strict, coverage
 from ..backends.host_device import HostDevice
 from ..backends.launch import Context
 from ..backends.loops import cost as loop_cost
@@ -517,10 +518,7 @@ def _programs(
         blocks = -(-int(graph.meta["max_positions"]) // BLOCK)
         context = Context(isa, {"T": tokens, "N": rows, "R": rows, "M": blocks}, graph.symbols)
         placement = place(graph, backend.backends(), context)
-        if options.strict and placement.count("aten"):
-            unit = next(unit for unit in placement.units if unit.backend == "aten")
-            raise CheckFailed(f"--strict: {unit.op} ({' '.join(unit.origin) or unit.nodes[0].name}, {unit.nodes[0].meta.get('line', '')}) "
-                              "has no kernel and would run as an ATen step")
+        if options.strict: check_strict(coverage(placement))
         programs.append(build(graph, placement.units, context, store, backend.pack, table.maxima))
         table.add(programs[-1], placement.units, context, {key: kernel.name for key, kernel in store.kernels.items()})
         bounds[programs[-1].name] = Bound(graph, placement.units, context)

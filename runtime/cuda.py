@@ -94,6 +94,11 @@ class CudaDevice:
             self.close()
             raise
 
+    @property
+    def torch_stream(self) -> int:
+        """Its own stream, which torch may send work to: both live in the primary context."""
+        return int(self.stream)
+
     def _attribute(self, name: str) -> int:
         kind = getattr(self._cu.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
         return self.call(f"asking for {name}", self._cu.cuDeviceGetAttribute, kind, self._device)

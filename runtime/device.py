@@ -72,6 +72,11 @@ class Device(Protocol):
         """What torch calls it, for ATen steps: "cuda:0"."""
         ...
 
+    @property
+    def torch_stream(self) -> int:
+        """The stream that recordings are replayed on, as the driver numbers it: ATen steps go by it too. 0 where there is none."""
+        ...
+
     def allocate(self, size: int, what: str) -> int:
         """Address of `size` bytes of zeros, until `close`. Raises RuntimeFault naming `what` and the room there is."""
         ...

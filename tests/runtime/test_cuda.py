@@ -288,6 +288,7 @@ def nodes(driver: FakeDriver) -> list[SimpleNamespace]:
 
 
 def test_says_what_it_is(device):
+    assert device.torch_stream == int(device.stream)
     assert (device.name, device.arch, device.torch_device) == ("NVIDIA H200", "sm_90", "cuda:0")
     assert (device.multiprocessors, device.total_memory, device.driver_version) == (132, 1 << 30, "13.1")
 
