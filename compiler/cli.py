@@ -311,6 +311,7 @@ def diff(
 @app.command("bisect")
 def find_fault(
     model: ModelName,
+    target: Annotated[str, typer.Option(help="a name from `infc targets`; cpu is this machine")] = "cpu",
     dtype: Annotated[Dtype, typer.Option(help="of weights, KV cache and products; fp16 on a GPU")] = "bf16",
     check: Annotated[Literal["golden"], typer.Option(help="golden: compare logits with the captured graph's in fp64")] = "golden",
     command: Annotated[
@@ -329,7 +330,7 @@ def find_fault(
         from . import bisect, driver
 
         options = driver.Options(
-            dtype=dtype, buckets=_given("buckets", buckets), max_sequences=max_sequences)
+            target, dtype, buckets=_given("buckets", buckets), max_sequences=max_sequences)
         found = bisect.bisect(model, options=options, command=command, on_event=report)
     if as_json:
         _print_json(found.json())

@@ -38,6 +38,7 @@ from .dump.dump_files import refuse_filled
 from .dump.dump_programs import write_programs
 from .errors import CheckFailed, UserError
 from .files import write_whole
+from .fits import machine_of
 from .frontends import capture
 from .frontends.identity import identity
 from .graph_json import graph_json
@@ -175,8 +176,9 @@ def compile(
     """
     options = options or Options()
     debug.check_all()
-    _check(options)
-    options = replace(options, quant=recipe.text_of(options.quant))                # a key knows a recipe by its content
+    check_options(options)
+    written = options.quant
+    options = replace(options, quant=recipe.text_of(written))                      # a key knows a recipe by its content
     if not isinstance(model, (str, Path, torch.nn.Module, Graph)):
         raise UserError(f"a model's name, a path or a torch.nn.Module is expected, not {type(model).__name__}")
     target = targets.find(options.target)
@@ -379,7 +381,8 @@ def _result(path: Path, clock: _Clock, summary: dict[str, Any], verified: dict[s
         size_bytes=_size(path), reused=reused)
 
 
-def _check(options: Options) -> None:
+def check_options(options: Options) -> None:
+    """UserError for options that no compile can follow."""
     if options.dtype not in DTYPES:
         raise UserError(f"unknown dtype {options.dtype!r}: choose one of {', '.join(DTYPES)}")
     if options.dtype != "fp32" and options.allow != "approximate":
@@ -533,7 +536,7 @@ def _manifest(
     meta = captured.meta
     caches = graph.placeholders
     return Manifest(
-        name=str(meta["name"]), version=version, target=options.target, machine=_machine(target), isa=target.flags,
+        name=str(meta["name"]), version=version, target=options.target, machine=machine_of(target), isa=target.flags,
         dtype="fp32" if "narrow_dtype" in report.dropped else options.dtype, contract=report.weakest.label,
         model=ModelInfo(
             name=str(meta["name"]), vocab=int(meta["vocab_size"]), max_positions=int(meta["max_positions"]),
@@ -558,7 +561,7 @@ def _replay(folder: Path, target: targets.Target, listen: Listener, bounds: Boun
         return {"replayed": False, "reason": f"this CPU lacks {', '.join(missing)}: run `infc verify` on the target"}
     with load(folder) as model:
         if bounds is not None:
-            reference.install(model.executor, bounds, lambda step: False)
+            reference.install(model.executor, bounds, lambda unit: False)
         report = replay(model)
         _refuse_other(report)
         size = model.memory()["weights"]
@@ -574,19 +577,24 @@ def _replay_on_host(folder: Path, target: targets.Target, bounds: Bounds) -> dic
     The kernels are not, but where this process interprets them (TRITON_INTERPRET=1): then they run, grids and all, for hours if the
     model is a real one. The tests judge each kernel against its operator, and so every kernel of a small model's programs.
     """
-    from ..backends.triton.device import interpreter, interprets
-
-    with read(folder) as artifact:
-        programs = [artifact.program(name) for name in bounds]
-    device = interpreter(target.isa, programs, bounds) if interprets() else HostDevice(target.isa)
+    device, runs_kernels = host_device(folder, target, bounds)
     with load(folder, device=device, kv_tokens=VERIFY_TOKENS) as model:
-        if not interprets():
+        if not runs_kernels:
             model.cache.clear()                              # recordings of kernels that cannot run here
-            reference.install(model.executor, bounds, lambda step: False)
+            reference.install(model.executor, bounds, lambda unit: False)
         report = replay(model, brief=True)
     _refuse_other(report)
-    return {"replayed": True, "reference": not interprets(), "reason": "no kernel of a GPU runs on this machine", "by": device.name,
+    return {"replayed": True, "reference": not runs_kernels, "reason": "no kernel of a GPU runs on this machine", "by": device.name,
             **msgspec.to_builtins(report)}
+
+
+def host_device(folder: Path, target: targets.Target, bounds: Bounds) -> tuple[HostDevice, bool]:
+    """What stands for the GPU of an artifact here, and whether it runs kernels: where this process interprets them."""
+    from ..backends.triton.device import interpreter, interprets
+
+    if not interprets(): return HostDevice(target.isa), False
+    with read(folder) as artifact:
+        return interpreter(target.isa, [artifact.program(name) for name in bounds], bounds), True
 
 
 def _refuse_other(report: GoldenReport) -> None:
@@ -601,11 +609,6 @@ def _hash_only(folder: Path) -> dict[str, Any]:
     """A copy of an artifact that was verified when it was made."""
     verify_files(folder).close()
     return {"replayed": False, "reason": "it was verified when it was made, and every file is as it was then"}
-
-
-def _machine(target: targets.Target) -> str:
-    if target.kind == "cuda": return GPU
-    return "x86_64" if target.flags else platform.machine()
 
 
 def _kv_buffer(name: str, fake: torch.Tensor) -> KvBuffer:
