@@ -71,7 +71,7 @@ class HostDevice:
     def array(self, address: int, shape: tuple[int, int]) -> np.ndarray:
         """The float32 numbers there, where they are."""
         self.room(address, 4 * math.prod(shape))
-        found = np.frombuffer((ctypes.c_char * (4 * math.prod(shape))).from_address(address), np.float32).reshape(shape)
+        found = np.ctypeslib.as_array((ctypes.c_float * math.prod(shape)).from_address(address)).reshape(shape)
         found.flags.writeable = False
         return found
 

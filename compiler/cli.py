@@ -428,9 +428,13 @@ def measure(
     artifact: Artifact,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="also save the JSON here", show_default=False)] = None,
     batches: Annotated[str, typer.Option(help="sequences at once")] = "1,8",
-    contexts: Annotated[str, typer.Option(help="tokens before the decode that is measured")] = "128,448",
+    contexts: Annotated[
+        str | None, typer.Option(help="tokens before the decode that is measured [default: those of 128,448 that fit]", show_default=False)
+    ] = None,
     new_tokens: Annotated[int, typer.Option(min=2, help="tokens decoded in a sample")] = 64,
-    prefill: Annotated[str, typer.Option(help="prompt lengths")] = "128,256,1024",
+    prefill: Annotated[
+        str | None, typer.Option(help="prompt lengths [default: those of 128,256,1024 that fit]", show_default=False)
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="samples of each; medians want 5 or more")] = 5,
     threads: Threads = None,
     as_json: Json = False,
@@ -440,9 +444,13 @@ def measure(
     from ..runtime import bench as core
     from . import console, files
 
-    work = core.Workload(_counts("batches", batches), _counts("contexts", contexts), new_tokens, _counts("prefill", prefill), rounds=rounds)
+    usual = core.Workload()
+    given = {"contexts": _given("contexts", contexts), "prefill": _given("prefill", prefill)}
+    work = core.Workload(_counts("batches", batches), given["contexts"] or usual.contexts, new_tokens, given["prefill"] or usual.prefill,
+                         rounds=rounds)
     note = None if quiet else lambda text: print(f"  {text}", file=sys.stderr)
-    report = core.measure(_existing(artifact), work, threads=threads, note=note)
+    free = [name for name, asked in given.items() if asked is None]
+    report = core.measure(_existing(artifact), work, threads=threads, note=note, may_drop=free)
     if output:
         files.write_whole(output, _json(report) + "\n")
     if as_json:
@@ -480,6 +488,7 @@ def measure_quality(
         int | None, typer.Option(min=2, help="of 512 tokens, the second half scored [default: 32]", show_default=False)
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="also save the JSON here", show_default=False)] = None,
+    force: Annotated[bool, typer.Option("--force", help="replace the saved JSON if it exists")] = False,
     threads: Threads = None,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -488,6 +497,7 @@ def measure_quality(
     from . import console, files
     from .quality import command
 
+    if output: files.refuse_existing(output, force)
     note = (lambda text: None) if quiet else lambda text: print(f"  {text}", file=sys.stderr)
     report = command.measure(_existing(artifact), data=data, against=against, windows=windows, threads=threads, note=note)
     if output:

@@ -208,7 +208,8 @@ def compile(
     pays = _pays(backend, options, target) if hooks is None else None
     with clock.phase("passes", "rewriting the graph"):
         graph = captured.copy()
-        report = hooks.rewrite(graph) if hooks else _run_passes(graph, options, listen, gate, pays)
+        with _lines_of(written):
+            report = hooks.rewrite(graph) if hooks else _run_passes(graph, options, listen, gate, pays)
         misses.check_expected(report.json(), options.expect, str(model) if isinstance(model, (str, Path)) else "MODEL")
         if report.skipped and debug.stop() is not None:
             listen(Event("note", "passes", f"INFC_STOP={debug.stop()}: the rewrites end here; not run: {', '.join(report.skipped)}"))
@@ -268,6 +269,16 @@ def compile(
     if gate: clock.seconds["write"] = round(clock.seconds["write"] - clock.seconds["quality"], 3)
     if beside: _save_recipe(beside, options, path, listen)
     return _result(path, clock, summary, verified, reused=False)
+
+
+@contextmanager
+def _lines_of(quant: str) -> Iterator[None]:
+    """Let a line of a recipe that names nothing be told by its own file."""
+    try:
+        yield
+    except recipe.Unnamed as error:
+        if not isinstance(found := recipe.read(quant), recipe.Recipe): raise
+        raise recipe.Unnamed(error.line, found.lines[error.line].where, error.why) from error
 
 
 def passes_of(model: "str | Path | nn.Module | Graph", options: Options, listen: Listener) -> tuple[PipelineReport, Graph]:

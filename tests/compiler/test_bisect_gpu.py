@@ -31,6 +31,7 @@ def compiled_only(monkeypatch: pytest.MonkeyPatch) -> None:
     assert interpret.interprets()
 
 
+@pytest.mark.slow
 def test_a_bad_kernel_is_named(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     """The norm before the MLP gets another eps; a call of several launches stands before it."""
     right = kernels()["infc::rms_norm"]
