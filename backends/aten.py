@@ -10,12 +10,11 @@ import torch
 from torch import fx
 
 from ..compiler.errors import CheckFailed
-from ..compiler.ir import Graph
+from ..compiler.ir import Graph, where
 from ..compiler.placement import Claims, Placement, Unit
 from .launch import Context, Launch, Out
 from .loops import DTYPES
 
-NAMES = {**DTYPES, torch.float16: "f16"}
 DROPPED = frozenset({"device", "layout", "pin_memory", "memory_format"})     # a program's buffers are on its device, row-major
 
 
@@ -53,7 +52,7 @@ def refuse(node: fx.Node, context: Context) -> str | None:
     if node.target._schema.is_mutable: return f"{node.target} writes its arguments"
     if torch.Tag.nondeterministic_seeded in node.target.tags: return f"{node.target} is random"
     values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
-    if not values or not all(isinstance(v, torch.Tensor) and v.dtype in NAMES for v in values):
+    if not values or not all(isinstance(v, torch.Tensor) and v.dtype in DTYPES for v in values):
         return f"{node.target} returns something other than tensors of the dtypes a buffer has"
     try:
         lower(node, context)
@@ -74,7 +73,7 @@ def lower(node: fx.Node, context: Context) -> AtenLaunch:
             name = context.name(value)
             return name if isinstance(name, int) else {"dim": name}
         if isinstance(value, (tuple, list)): return [encode(v) for v in value]
-        if isinstance(value, torch.dtype): return {"dtype": NAMES[value]}
+        if isinstance(value, torch.dtype): return {"dtype": DTYPES[value]}
         if isinstance(value, float) and not math.isfinite(value): return {"float": repr(value)}
         if value is None or isinstance(value, (bool, int, float, str)): return value
         raise ValueError(f"{node.target}: the argument {value} is not data")
@@ -98,7 +97,7 @@ class Coverage:
     aten_steps: int
     operators: dict[str, int] = field(default_factory=dict)              # "aten.topk.default" -> steps
     reasons: dict[str, dict[str, str]] = field(default_factory=dict)     # operator -> backend -> why it said no, first node's
-    places: dict[str, tuple[str, ...]] = field(default_factory=dict)     # operator -> module paths
+    places: dict[str, tuple[str, ...]] = field(default_factory=dict)     # operator -> nodes, module paths, source lines
 
 
 def coverage(placement: Placement) -> Coverage:
@@ -108,16 +107,15 @@ def coverage(placement: Placement) -> Coverage:
     places: dict[str, dict[str, None]] = {}
     for unit in fallbacks:
         reasons.setdefault(unit.op, dict(placement.refused.get(unit.nodes[0].name, {})))
-        places.setdefault(unit.op, {}).update(dict.fromkeys(unit.origin))
+        places.setdefault(unit.op, {})[where(unit.nodes[0])] = None
     counts = Counter(u.op for u in fallbacks)
     return Coverage(len(placement.units), len(fallbacks), dict(counts), reasons, {op: tuple(p) for op, p in places.items()})
 
 
 def check_strict(found: Coverage) -> None:
-    """Raises CheckFailed when a step falls back to ATen; the message names each operator, where it is and why."""
+    """Raises CheckFailed when a step falls back to ATen; the line names each operator, where it is and why."""
     if not found.aten_steps: return
-    lines = [f"--strict: {found.aten_steps} of {found.steps} steps call ATen operators"]
-    for op, count in found.operators.items():
-        why = "; ".join(f"{backend}: {reason}" for backend, reason in found.reasons[op].items()) or "no backend was asked"
-        lines.append(f"  {count} x {op} ({', '.join(found.places[op][:3]) or 'no module'}): {why}")
-    raise CheckFailed("\n".join(lines))
+    told = [f"{count} x {op} ({', '.join(found.places[op][:3])}): "
+            + (", ".join(f"{backend}: {reason}" for backend, reason in found.reasons[op].items()) or "no backend was asked")
+            for op, count in found.operators.items()]
+    raise CheckFailed(f"--strict: {found.aten_steps} of {found.steps} steps call ATen operators, which have no kernel: {'; '.join(told)}")

@@ -5,10 +5,13 @@ backends/triton/device.py runs the kernels as well, in Triton's interpreter. Eac
 write, and the arena is filled with NaN before a replay: what a step reads without any other having written it shows.
 """
 import ctypes
+import math
 import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from ..compiler.errors import CheckFailed
 from ..runtime.device import ALIGN, Copy, Launch, Recorded, Work
@@ -31,7 +34,7 @@ class HostDevice:
     """Memory of the CPU for GPU programs of one architecture."""
 
     name = "no GPU"
-    torch_device = "cpu"
+    torch_device, torch_stream = "cpu", 0
 
     def __init__(self, arch: str) -> None:
         self.arch = arch
@@ -64,6 +67,13 @@ class HostDevice:
         """Copy out of a region."""
         self.room(address, size)
         return ctypes.string_at(address, size)
+
+    def array(self, address: int, shape: tuple[int, int]) -> np.ndarray:
+        """The float32 numbers there, where they are."""
+        self.room(address, 4 * math.prod(shape))
+        found = np.ctypeslib.as_array((ctypes.c_float * math.prod(shape)).from_address(address)).reshape(shape)
+        found.flags.writeable = False
+        return found
 
     def fill(self, address: int, byte: int, size: int) -> None:
         """Set bytes of a region."""

@@ -19,7 +19,7 @@ from .index import ONE, ZERO, Dim, Expr, Var, expr, product
 from .loops import DTYPES, Guard, Operand, Region, Stmt, dims_of
 
 MAX_STATEMENTS = 256                  # longer bodies compile slowly and spill registers
-OPMATH = {"bf16": "f32"}              # PyTorch computes bf16 operators in fp32 and rounds each result
+OPMATH = {"bf16": "f32", "f16": "f32"}    # PyTorch computes operators of 16 bits in fp32 and rounds each result
 
 Index = tuple[Expr, ...]
 
@@ -92,7 +92,7 @@ class Lowering:
         return self._known[stmt]
 
     def const(self, value: bool | int | float, dtype: str) -> int:
-        if dtype in ("f64", "f32", "bf16"): value = float(value)
+        if dtype in ("f64", "f32", *OPMATH): value = float(value)
         elif dtype == "bool": value = bool(value)
         elif int(value) != value: raise Refused(f"the constant {value} is not a {dtype}")
         else: value = int(value)
@@ -101,7 +101,7 @@ class Lowering:
     def cast(self, value: int, dtype: str) -> int:
         stmt = self.body[value]
         if stmt.dtype == dtype: return value
-        if stmt.op == "const" and dtype not in ("bf16",) and stmt.dtype != "bf16":
+        if stmt.op == "const" and dtype not in OPMATH and stmt.dtype not in OPMATH:
             number = {"True": 1, "False": 0}.get(stmt.value)
             number = float(stmt.value) if number is None else number
             if math.isfinite(number) and (dtype in ("f64", "f32") or number == int(number)): return self.const(number, dtype)

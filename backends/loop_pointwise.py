@@ -1,4 +1,4 @@
-"""Loop forms of pointwise operators, in PyTorch's arithmetic: bf16 is computed in fp32 and each result rounded."""
+"""Loop forms of pointwise operators, in PyTorch's arithmetic: bf16 and fp16 are computed in fp32 and each result rounded."""
 from __future__ import annotations
 
 import math

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from .index import Expr, Var, expr, interval, product
 
-DTYPES = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32",
+DTYPES = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.int64: "i64", torch.int32: "i32",
           torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "bool"}
 TORCH = {name: dtype for dtype, name in DTYPES.items()}
 
@@ -224,7 +224,7 @@ def parse(value: str) -> bool | int | float:
 
 # --- cost --------------------------------------------------------------------------------------------------------------
 
-BYTES = {"f64": 8, "f32": 4, "bf16": 2, "i64": 8, "i32": 4, "i16": 2, "i8": 1, "u8": 1, "bool": 1}
+BYTES = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2, "i64": 8, "i32": 4, "i16": 2, "i8": 1, "u8": 1, "bool": 1}
 _FREE = frozenset({"load", "store", "const", "index", "cast"})
 
 

@@ -59,9 +59,11 @@ class Bound:
 
 @dataclass
 class ReferenceTable:
-    """Runs in place of a step table: the kernel of a step where `by_kernel(step)` says so, else its reference operators.
+    """Runs in place of a step table: the kernels of a unit where `by_kernel(unit)` says so, else its reference operators.
 
-    Where `watch` is a step, its kernel runs and `differences` gets (worst error of the kernel's results against the reference
+    An ATen step is an operator already, and runs as the step it is. Units are counted in their order, as `bound` has them.
+
+    Where `watch` is a unit, its kernels run and `differences` gets (worst error of the kernel's results against the reference
     on the same inputs, relative to each row's largest value) each time.
     """
 
@@ -102,11 +104,18 @@ class ReferenceTable:
             for index in range(len(self.bound.units)):
                 if index == self.watch:
                     self._compare(index, dims)
-                elif self.by_kernel(index):
-                    self.table.run_step(index, dims)
+                elif self.by_kernel(index) or self.bound.units[index].backend == "aten":
+                    self._kernels(index, dims)
                 else:
                     self._reference(index, dims)
         self.table.end()
+
+    def steps_of(self, unit: int) -> range:
+        """The steps of the program that are one unit's: its launches."""
+        return range(self._firsts[unit], self._firsts[unit] + len(self._launches[unit]))
+
+    def _kernels(self, index: int, dims: Mapping[str, int]) -> None:
+        for step in self.steps_of(index): self.table.run_step(step, dims)
 
     def _reference(self, index: int, dims: Mapping[str, int]) -> None:
         arguments = self._arguments(index, dims)
@@ -118,7 +127,7 @@ class ReferenceTable:
         given = self._arguments(index, dims)
         copies = [(arg, tensor.clone()) for arg, tensor in given]
         wanted = self._results(index, copies, dims)
-        self.table.run_step(index, dims)
+        self._kernels(index, dims)
         error = 0.0
         for (arg, now), (_, then) in zip(given, copies, strict=True):
             if isinstance(arg, fx.Node) and source_of(arg)[0].name in self.bound.graph.kv:

@@ -4,6 +4,7 @@ Three suspects, told apart by what is run:
   the passes     the graph after the first N rewrites, on reference operators, against the captured graph
   the kernels    the program, its first K steps on their kernels and the others on reference operators, against golden logits
   the program    all its steps on reference operators: wrong even so is the memory plan, or what feeds the steps
+A GPU's program runs in the CPU's memory; its kernels are judged only where this process interprets them (TRITON_INTERPRET=1).
 With a command of the user's, an artifact is compiled after each prefix of rewrites and the command says whether it is good.
 """
 import shlex
@@ -19,8 +20,8 @@ from .. import passes
 from ..backends import reference
 from ..runtime.errors import RuntimeFault
 from ..runtime.golden import replay
-from ..runtime.session import load
-from . import driver
+from ..runtime.session import Model, load
+from . import driver, targets
 from .errors import CheckFailed, InfcError, UserError
 from .frontends import capture
 from .graph_check import GraphCheck
@@ -108,6 +109,7 @@ def bisect(
     where the model has no answer to compare with.
     """
     options = options or driver.Options()
+    driver.check_options(options)
     if command is not None and "{artifact}" not in command:
         raise UserError(f"--command {command!r} has no {{artifact}}: write it where the artifact's path belongs")
     tell = on_event or (lambda event: None)
@@ -185,48 +187,79 @@ def _kernels(search: Search, prefixes: Prefixes, folder: Path) -> Found:
     found: list[Found] = []
 
     def judge(artifact: Path, bounds: driver.Bounds) -> dict[str, Any]:
-        with load(artifact) as model:
-            report = replay(model)
+        machine = Machine(artifact, targets.find(search.options.target), bounds)
+        with machine.load() as model:
+            if not machine.kernels: reference.install(model.executor, bounds, lambda unit: False)
+            report = replay(model, brief=machine.gpu)
         search.ran("the program", report.passed)
         if report.passed:
+            on = "" if machine.kernels else " on reference operators"
             found.append(Found("none", prefixes.total, search.runs, why=f"the graph is right after all {prefixes.total} rewrites, and its "
-                               f"program within {report.error:.3g} of the golden logits ({report.bound:.3g} allowed)"))
+                               f"program{on} within {report.error:.3g} of the golden logits ({report.bound:.3g} allowed)"
+                               + ("" if machine.kernels else "; no kernel of a GPU runs here, TRITON_INTERPRET=1 has them interpreted")))
         else:
-            found.append(_first_kernel(search, prefixes.total, artifact, bounds, report))
+            found.append(_first_kernel(search, prefixes.total, machine, report))
         return {"replayed": False, "reason": "bisect judged it"}
 
     _compile(search, prefixes, prefixes.final, folder / "all.infc", judge)
     return found[0]
 
 
-def _first_kernel(search: Search, rewrites: int, artifact: Path, bounds: driver.Bounds, report: Any) -> Found:
-    """Steps up to K on kernels, the others on reference operators; the largest bucket that is wrong has the fewest steps to run."""
+@dataclass(frozen=True)
+class Machine:
+    """Where an artifact runs: this CPU, or what stands for its GPU here."""
+
+    artifact: Path
+    target: targets.Target
+    bounds: driver.Bounds
+
+    @property
+    def gpu(self) -> bool:
+        return self.target.kind == "cuda"
+
+    @property
+    def kernels(self) -> bool:
+        """Does it run them?"""
+        return not self.gpu or driver.host_device(self.artifact, self.target, self.bounds)[1]
+
+    def load(self) -> Model:
+        """The model, nothing of it recorded."""
+        if not self.gpu: return load(self.artifact)
+        device, _ = driver.host_device(self.artifact, self.target, self.bounds)
+        model = load(self.artifact, device=device, kv_tokens=driver.VERIFY_TOKENS)
+        model.cache.clear()
+        return model
+
+
+def _first_kernel(search: Search, rewrites: int, machine: Machine, report: Any) -> Found:
+    """Units up to K on kernels, the others on reference operators; the largest bucket that is wrong has the fewest steps to run."""
     wrong = [name for name, error in report.errors.items() if not error <= report.bound]
-    with load(artifact) as model:
+    bounds = machine.bounds
+    with machine.load() as model:
         sizes = {b.name: b.bucket["T"] for b in model.manifest.buckets}
         bucket = max(wrong, key=lambda name: sizes.get(name, 0))
         kernels = {"until": 0}
-        tables = reference.install(model.executor, bounds, lambda step: step < kernels["until"])
+        tables = reference.install(model.executor, bounds, lambda unit: unit < kernels["until"])
 
         def good(cut: int, left: int) -> bool:
             kernels["until"] = cut
-            right = replay(model, [bucket]).errors[bucket] <= report.bound
-            search.ran(f"{bucket}: kernels for the first {cut} steps" if cut else f"{bucket}: no kernel at all", right, left)
+            right = replay(model, [bucket], machine.gpu).errors[bucket] <= report.bound
+            search.ran(f"{bucket}: kernels for the first {cut} calls" if cut else f"{bucket}: no kernel at all", right, left)
             return right
 
-        if not good(0, 0):
+        if not machine.kernels or not good(0, 0):
             return Found("program", rewrites, search.runs, bucket=bucket, why=f"in {bucket} its logits are off with reference operators in "
                          "place of every kernel too, so buffers overlap, a step is missing or misplaced, or its inputs are wrong")
         name = bucket if bucket in tables else max(tables, key=sizes.__getitem__)      # "mixed" is a batch, not a bucket
-        steps = tables[name].program.steps
-        _, high = first_bad(range(len(steps) + 1), good)
+        steps, units = tables[name].program.steps, tables[name].bound.units
+        _, high = first_bad(range(len(units) + 1), good)
         tables[name].watch, kernels["until"] = high - 1, high - 1
-        replay(model, [bucket])
-        step, error = steps[high - 1], max(tables[name].differences)
+        replay(model, [bucket], machine.gpu)
+        at, error = tables[name].steps_of(high - 1)[0], max(tables[name].differences)
+        step, node = steps[at], units[high - 1].nodes[0]
         kernel = next(k for k in model.manifest.kernels if k.hash == step.kernel)
-        node = tables[name].bound.units[high - 1].nodes[0]
         others = sum(s.kernel == step.kernel for s in steps) - 1
-        return Found("kernel", rewrites, search.runs, name=kernel.name, op=step.op, bucket=name, step=high, steps=len(steps), error=error,
+        return Found("kernel", rewrites, search.runs, name=kernel.name, op=step.op, bucket=name, step=at + 1, steps=len(steps), error=error,
                      site=place_of(node),
                      why=f"its result differs from the reference operator's on the same inputs by {error:.3g} of a row's largest value"
                      + (f"; {others} more steps use it" if others else ""))

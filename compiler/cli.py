@@ -5,6 +5,7 @@ one line and exit code 2, a failed check is 1, Ctrl-C is 130. `infc run` must st
 before the command that needs it: typer takes 45 ms, rich 45, torch 2000.
 """
 
+import contextlib
 import errno
 import os
 import signal
@@ -48,9 +49,38 @@ app.add_typer(quality, name="quality")
 
 Artifact = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="what `infc compile` wrote: NAME.infc", show_default=False)]
 ModelName = Annotated[str, typer.Argument(help="a name from `infc models`, a Hugging Face folder, a GGUF file", show_default=False)]
+Dtype = Literal["bf16", "fp16", "fp32"]
 Json = Annotated[bool, typer.Option("--json", help="one JSON document on stdout")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="no progress, no tables")]
 Threads = Annotated[int | None, typer.Option(min=1, help="threads to use [default: one a core]", show_default=False)]
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: Annotated[bool, typer.Option("--version", "-V", help="of infc, and of what it works with")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="with --version: one JSON document on stdout")] = False,
+) -> None:
+    """infc: a compiler for inference graphs."""
+    if not version:
+        if as_json: raise UserError("--json stands behind a command, or beside --version: infc targets --json")
+        return
+    found = versions()
+    if as_json:
+        _print_json(found)
+    else:
+        print(f"infc {found['infc']} ({', '.join(f'{name} {number}' for name, number in found.items() if name != 'infc' and number)})")
+    raise typer.Exit
+
+
+def versions() -> dict[str, str | None]:
+    """Of infc, Python, torch and Triton as they are installed, None of what is not; nothing is imported for it."""
+    import platform
+    from importlib import metadata
+
+    found: dict[str, str | None] = {"infc": None, "python": platform.python_version(), "torch": None, "triton": None}
+    for name in ("infc", "torch", "triton"):
+        with contextlib.suppress(metadata.PackageNotFoundError): found[name] = metadata.version(name)
+    return found
 
 
 @app.command("compile")
@@ -58,7 +88,7 @@ def compile_model(
     model: ModelName,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="[default: ./NAME.infc]", show_default=False)] = None,
     target: Annotated[str, typer.Option(help="a name from `infc targets`; cpu is this machine")] = "cpu",
-    dtype: Annotated[Literal["bf16", "fp32"], typer.Option(help="of weights, KV cache and products")] = "bf16",
+    dtype: Annotated[Dtype, typer.Option(help="of weights, KV cache and products; fp16 on a GPU")] = "bf16",
     allow: Annotated[
         Literal["exact", "distribution", "approximate"], typer.Option(help="the weakest contract a pass may have")
     ] = "approximate",
@@ -313,7 +343,8 @@ def diff(
 @app.command("bisect")
 def find_fault(
     model: ModelName,
-    dtype: Annotated[Literal["bf16", "fp32"], typer.Option(help="of weights, KV cache and products")] = "bf16",
+    target: Annotated[str, typer.Option(help="a name from `infc targets`; cpu is this machine")] = "cpu",
+    dtype: Annotated[Dtype, typer.Option(help="of weights, KV cache and products; fp16 on a GPU")] = "bf16",
     check: Annotated[Literal["golden"], typer.Option(help="golden: compare logits with the captured graph's in fp64")] = "golden",
     command: Annotated[
         str | None, typer.Option(help="shell command with {artifact} in it: 0 is good, 125 cannot tell, else bad", show_default=False)
@@ -331,7 +362,7 @@ def find_fault(
         from . import bisect, driver
 
         options = driver.Options(
-            dtype=dtype, buckets=_given("buckets", buckets), max_sequences=max_sequences)
+            target, dtype, buckets=_given("buckets", buckets), max_sequences=max_sequences)
         found = bisect.bisect(model, options=options, command=command, on_event=report)
     if as_json:
         _print_json(found.json())
@@ -345,7 +376,7 @@ def find_fault(
 def explain(
     subject: Annotated[str, typer.Argument(metavar="MODEL|ARTIFACT", help="with --pass a model too", show_default=False)],
     one: Annotated[str | None, typer.Option("--pass", help="why it fired where it did, and not elsewhere", show_default=False)] = None,
-    dtype: Annotated[Literal["bf16", "fp32"], typer.Option(help="with --pass, of a model")] = "bf16",
+    dtype: Annotated[Dtype, typer.Option(help="with --pass, of a model")] = "bf16",
     measured: Annotated[bool, typer.Option("--measured", help="run it, and put measured times beside predicted ones")] = False,
     tokens: Annotated[str | None, typer.Option(help="of the prefills [default: 256]", show_default=False)] = None,
     contexts: Annotated[str | None, typer.Option(help="tokens before the decode step [default: 128,448]", show_default=False)] = None,
@@ -400,9 +431,13 @@ def measure(
     artifact: Artifact,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="also save the JSON here", show_default=False)] = None,
     batches: Annotated[str, typer.Option(help="sequences at once")] = "1,8",
-    contexts: Annotated[str, typer.Option(help="tokens before the decode that is measured")] = "128,448",
+    contexts: Annotated[
+        str | None, typer.Option(help="tokens before the decode that is measured [default: those of 128,448 that fit]", show_default=False)
+    ] = None,
     new_tokens: Annotated[int, typer.Option(min=2, help="tokens decoded in a sample")] = 64,
-    prefill: Annotated[str, typer.Option(help="prompt lengths")] = "128,256,1024",
+    prefill: Annotated[
+        str | None, typer.Option(help="prompt lengths [default: those of 128,256,1024 that fit]", show_default=False)
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="samples of each; medians want 5 or more")] = 5,
     threads: Threads = None,
     as_json: Json = False,
@@ -412,9 +447,13 @@ def measure(
     from ..runtime import bench as core
     from . import console, files
 
-    work = core.Workload(_counts("batches", batches), _counts("contexts", contexts), new_tokens, _counts("prefill", prefill), rounds=rounds)
+    usual = core.Workload()
+    given = {"contexts": _given("contexts", contexts), "prefill": _given("prefill", prefill)}
+    work = core.Workload(_counts("batches", batches), given["contexts"] or usual.contexts, new_tokens, given["prefill"] or usual.prefill,
+                         rounds=rounds)
     note = None if quiet else lambda text: print(f"  {text}", file=sys.stderr)
-    report = core.measure(_existing(artifact), work, threads=threads, note=note)
+    free = [name for name, asked in given.items() if asked is None]
+    report = core.measure(_existing(artifact), work, threads=threads, note=note, may_drop=free)
     if output:
         files.write_whole(output, _json(report) + "\n")
     if as_json:
@@ -452,6 +491,7 @@ def measure_quality(
         int | None, typer.Option(min=2, help="of 512 tokens, the second half scored [default: 32]", show_default=False)
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="also save the JSON here", show_default=False)] = None,
+    force: Annotated[bool, typer.Option("--force", help="replace the saved JSON if it exists")] = False,
     threads: Threads = None,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -460,6 +500,7 @@ def measure_quality(
     from . import console, files
     from .quality import command
 
+    if output: files.refuse_existing(output, force)
     note = (lambda text: None) if quiet else lambda text: print(f"  {text}", file=sys.stderr)
     report = command.measure(_existing(artifact), data=data, against=against, windows=windows, threads=threads, note=note)
     if output:

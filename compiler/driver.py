@@ -13,6 +13,7 @@ import torch
 
 from .. import passes
 from ..backends import reference
+from ..backends.aten import check_strict, coverage
 from ..backends.host_device import HostDevice
 from ..backends.launch import Context
 from ..backends.loops import cost as loop_cost
@@ -37,6 +38,7 @@ from .dump.dump_files import refuse_filled
 from .dump.dump_programs import write_programs
 from .errors import CheckFailed, UserError
 from .files import write_whole
+from .fits import machine_of
 from .frontends import capture
 from .frontends.identity import identity
 from .graph_json import graph_json
@@ -57,7 +59,7 @@ from .rewrite import Report
 if TYPE_CHECKING:
     from torch import nn
 
-DTYPES = ("bf16", "fp32")
+DTYPES = ("bf16", "fp16", "fp32")
 BUCKETS = {"cpu": (1, 16, 128, 512), "cuda": (1, 8, 64, 512, 2048)}
 """Tokens per step. CPU kernels take the live count, so a bucket only bounds memory; 512 is where products reach their peak. A GPU runs a
 step at its bucket's size: decode at 1, 8 and 64 sequences, prompts in chunks of up to 2048."""
@@ -182,8 +184,9 @@ def compile(
     """
     options = options or Options()
     debug.check_all()
-    _check(options)
-    options = replace(options, quant=recipe.text_of(options.quant))                # a key knows a recipe by its content
+    check_options(options)
+    written = options.quant
+    options = replace(options, quant=recipe.text_of(written))                      # a key knows a recipe by its content
     if not isinstance(model, (str, Path, torch.nn.Module, Graph)):
         raise UserError(f"a model's name, a path or a torch.nn.Module is expected, not {type(model).__name__}")
     target = targets.find(options.target)
@@ -215,7 +218,8 @@ def compile(
     pays = _pays(backend, options, target) if hooks is None else None
     with clock.phase("passes", "rewriting the graph"):
         graph = captured.copy()
-        report = hooks.rewrite(graph) if hooks else _run_passes(graph, options, listen, gate, pays, cache)
+        with _lines_of(written):
+            report = hooks.rewrite(graph) if hooks else _run_passes(graph, options, listen, gate, pays, cache)
         misses.check_expected(report.json(), options.expect, str(model) if isinstance(model, (str, Path)) else "MODEL")
         if report.skipped and debug.stop() is not None:
             listen(Event("note", "passes", f"INFC_STOP={debug.stop()}: the rewrites end here; not run: {', '.join(report.skipped)}"))
@@ -271,7 +275,7 @@ def compile(
             if summary["quality"] is None: return
             summary["quality"]["layers"] = per_layer.with_kernels(
                 summary["quality"]["layers"], programs[0], [*store.kernels.values()], [*pays.outcomes.values()] if pays else [],
-                wide_bytes=2 if options.dtype == "bf16" else 4, read_gb_s=verified.get("read_gb_s"))
+                wide_bytes=4 if options.dtype == "fp32" else 2, read_gb_s=verified.get("read_gb_s"))
             amend(folder, {**parts.report, **summary, "verify": verified}, compile_gate.info(summary["quality"]))
 
         write(path, parts, force=options.force, check=check)
@@ -280,6 +284,16 @@ def compile(
     if gate: clock.seconds["write"] = round(clock.seconds["write"] - clock.seconds["quality"], 3)
     if beside: _save_recipe(beside, options, path, listen)
     return _result(path, clock, summary, verified, reused=False)
+
+
+@contextmanager
+def _lines_of(quant: str) -> Iterator[None]:
+    """Let a line of a recipe that names nothing be told by its own file."""
+    try:
+        yield
+    except recipe.Unnamed as error:
+        if not isinstance(found := recipe.read(quant), recipe.Recipe): raise
+        raise recipe.Unnamed(error.line, found.lines[error.line].where, error.why) from error
 
 
 def passes_of(model: "str | Path | nn.Module | Graph", options: Options, listen: Listener) -> tuple[PipelineReport, Graph]:
@@ -321,7 +335,7 @@ def _search(captured: Graph, options: Options, listen: Listener) -> search.Found
         one.apply(wide, Report(one.name, options=given))
     return search.search(
         wide, plan, limits.parse(options.quality or limits.DEFAULT), candidates=search.parse_candidates(options.candidates),
-        goal=options.search_for, wide_bytes=2 if options.dtype == "bf16" else 4,
+        goal=options.search_for, wide_bytes=4 if options.dtype == "fp32" else 2,
         progress=lambda line, share: listen(Event("pass", "search", line, share)))
 
 
@@ -399,11 +413,14 @@ def _result(path: Path, clock: _Clock, summary: dict[str, Any], verified: dict[s
         size_bytes=_size(path), reused=reused)
 
 
-def _check(options: Options) -> None:
+def check_options(options: Options) -> None:
+    """UserError for options that no compile can follow."""
     if options.dtype not in DTYPES:
         raise UserError(f"unknown dtype {options.dtype!r}: choose one of {', '.join(DTYPES)}")
-    if options.dtype == "bf16" and options.allow != "approximate":
-        raise UserError(f"--allow {options.allow} forbids rounding weights to bf16, which is approximate: add --dtype fp32")
+    if options.dtype != "fp32" and options.allow != "approximate":
+        raise UserError(f"--allow {options.allow} forbids rounding weights to {options.dtype}, which is approximate: add --dtype fp32")
+    if options.dtype == "fp16" and targets.find(options.target).kind == "cpu":
+        raise UserError(f"--dtype fp16: no kernel of the target {options.target} multiplies it, only those of GPUs: use bf16, or fp32")
     _plan(options)
     if options.quant == AUTO:
         search.check(limits.parse(options.quality or limits.DEFAULT), options.search_for)
@@ -537,10 +554,7 @@ def _programs(
         blocks = -(-int(graph.meta["max_positions"]) // BLOCK)
         context = Context(isa, {"T": tokens, "N": rows, "R": rows, "M": blocks}, graph.symbols)
         placement = place(graph, backend.backends(), context)
-        if options.strict and placement.count("aten"):
-            unit = next(unit for unit in placement.units if unit.backend == "aten")
-            raise CheckFailed(f"--strict: {unit.op} ({' '.join(unit.origin) or unit.nodes[0].name}, {unit.nodes[0].meta.get('line', '')}) "
-                              "has no kernel and would run as an ATen step")
+        if options.strict: check_strict(coverage(placement))
         programs.append(build(graph, placement.units, context, store, backend.pack, table.maxima))
         table.add(programs[-1], placement.units, context, {key: kernel.name for key, kernel in store.kernels.items()})
         bounds[programs[-1].name] = Bound(graph, placement.units, context)
@@ -555,7 +569,7 @@ def _manifest(
     meta = captured.meta
     caches = graph.placeholders
     return Manifest(
-        name=str(meta["name"]), version=version, target=options.target, machine=_machine(target), isa=target.flags,
+        name=str(meta["name"]), version=version, target=options.target, machine=machine_of(target), isa=target.flags,
         dtype="fp32" if "narrow_dtype" in report.dropped else options.dtype, contract=report.weakest.label,
         model=ModelInfo(
             name=str(meta["name"]), vocab=int(meta["vocab_size"]), max_positions=int(meta["max_positions"]),
@@ -580,7 +594,7 @@ def _replay(folder: Path, target: targets.Target, listen: Listener, bounds: Boun
         return {"replayed": False, "reason": f"this CPU lacks {', '.join(missing)}: run `infc verify` on the target"}
     with load(folder) as model:
         if bounds is not None:
-            reference.install(model.executor, bounds, lambda step: False)
+            reference.install(model.executor, bounds, lambda unit: False)
         report = replay(model)
         _refuse_other(report)
         size = model.memory()["weights"]
@@ -597,12 +611,9 @@ def _replay_on_host(folder: Path, target: targets.Target, bounds: Bounds, cache:
     model is a real one. The tests judge each kernel against its operator, and so every kernel of a small model's programs. Without kernels
     the verdict follows from what was written, the graph and our sources: that of an earlier compile is taken, once every file is hashed.
     """
-    from ..backends.triton.device import interpreter, interprets
-
-    with read(folder) as artifact:
-        programs = [artifact.program(name) for name in bounds]
-        manifest = artifact.manifest
-    if interprets(): cache = None
+    with read(folder) as artifact: manifest = artifact.manifest
+    device, runs_kernels = host_device(folder, target, bounds)
+    if runs_kernels: cache = None
     key = _replay_key(manifest, bounds) if cache else ""
     if cache and (found := cache.take(key, Replayed, "verdicts about programs")):
         verify_files(folder).close()
@@ -610,14 +621,13 @@ def _replay_on_host(folder: Path, target: targets.Target, bounds: Bounds, cache:
         listen(Event("note", "write", f"the programs were verified at {found.made}, {measured}: files, graph and sources are the same "
                                       "(--no-cache verifies them again)"))
         return found.verified | {"kept_from": found.made}
-    device = interpreter(target.isa, programs, bounds) if interprets() else HostDevice(target.isa)
     with load(folder, device=device, kv_tokens=VERIFY_TOKENS) as model:
-        if not interprets():
+        if not runs_kernels:
             model.cache.clear()                              # recordings of kernels that cannot run here
-            reference.install(model.executor, bounds, lambda step: False)
+            reference.install(model.executor, bounds, lambda unit: False)
         report = replay(model, brief=True)
     _refuse_other(report)
-    verified = {"replayed": True, "reference": not interprets(), "reason": "no kernel of a GPU runs on this machine", "by": device.name,
+    verified = {"replayed": True, "reference": not runs_kernels, "reason": "no kernel of a GPU runs on this machine", "by": device.name,
                 **msgspec.to_builtins(report)}
     if cache: cache.keep(key, Replayed(verified=verified), "verdicts about programs")
     return verified | {"kept_from": ""}
@@ -629,6 +639,15 @@ def _replay_key(manifest: Manifest, bounds: Bounds) -> str:
     graphs = {id(bound.graph): bound.graph for bound in bounds.values()}
     written = msgspec.json.encode(msgspec.structs.replace(manifest, files=files, digest=""))
     return kept.key("replay", written, *map(kept.content, graphs.values()))
+
+
+def host_device(folder: Path, target: targets.Target, bounds: Bounds) -> tuple[HostDevice, bool]:
+    """What stands for the GPU of an artifact here, and whether it runs kernels: where this process interprets them."""
+    from ..backends.triton.device import interpreter, interprets
+
+    if not interprets(): return HostDevice(target.isa), False
+    with read(folder) as artifact:
+        return interpreter(target.isa, [artifact.program(name) for name in bounds], bounds), True
 
 
 def _refuse_other(report: GoldenReport) -> None:
@@ -643,11 +662,6 @@ def _hash_only(folder: Path) -> dict[str, Any]:
     """A copy of an artifact that was verified when it was made."""
     verify_files(folder).close()
     return {"replayed": False, "reason": "it was verified when it was made, and every file is as it was then"}
-
-
-def _machine(target: targets.Target) -> str:
-    if target.kind == "cuda": return GPU
-    return "x86_64" if target.flags else platform.machine()
 
 
 def _kv_buffer(name: str, fake: torch.Tensor) -> KvBuffer:

@@ -7,6 +7,18 @@ from pathlib import Path
 from .errors import UserError
 
 
+def refuse_existing(path: Path, force: bool, what: str = "file") -> None:
+    """UserError where a file cannot be written to `path`, or would replace another that is not to be."""
+    if path.is_dir():
+        raise UserError(f"{path} is a folder: name the {what}, with -o")
+    if not path.parent.is_dir():
+        raise UserError(f"{path}: there is no folder {path.parent}; make it, or name another place with -o")
+    if os.path.lexists(path) and not path.is_file():
+        raise UserError(f"{path} is no regular file: name another with -o")
+    if os.path.lexists(path) and not force:
+        raise UserError(f"{path} exists: add --force to replace it, or name another with -o")
+
+
 def write_whole(path: Path, data: str | bytes, *, what: str = "", instead: str = "name another place", parents: bool = False) -> None:
     """Write a file so that nobody sees half of it; parents: make its folder. Raises UserError, which names the file, where there is
     no room or no permission."""

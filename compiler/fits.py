@@ -1,4 +1,6 @@
 """Would an artifact run on a machine? Read off its manifest and what is known of the target; no code of it is run."""
+import platform
+
 from ..runtime.device import arch_fits
 from ..runtime.manifest import BLOCK, GPU, Manifest
 from .targets import ARCHS, Gpu, Target
@@ -9,11 +11,19 @@ def reasons(manifest: Manifest, target: Target) -> list[str]:
     on_gpu, again = manifest.machine == GPU, f"compile it with --target {target.name}"
     if target.gpu is None:
         if on_gpu: return [f"compiled for NVIDIA GPUs ({', '.join(_archs(manifest))}), {target.name} is a CPU; {again}"]
+        cpu = machine_of(target)
+        if manifest.machine != cpu: return [f"compiled for {manifest.machine} CPUs, {target.name} is an {cpu} CPU here; {again} on one"]
         lacking = missing_flags(manifest, target)
         return [f"needs {', '.join(lacking)}, which {target.name} lacks; {again}"] if lacking else []
     if not on_gpu: return [f"compiled for {manifest.machine} CPUs, {target.name} is an NVIDIA GPU; {again}"]
     code = _other_archs(manifest, target, target.gpu) or _too_large(manifest, target.gpu)
     return [*([f"{code}; {again}"] if code else []), *_no_room(manifest, target.name, target.gpu)]
+
+
+def machine_of(target: Target) -> str:
+    """What a manifest calls the machine that code for the target runs on: of one without flags, the one it is compiled on."""
+    if target.kind == "cuda": return GPU
+    return "x86_64" if target.flags else platform.machine()
 
 
 def notes(manifest: Manifest, target: Target) -> list[str]:

@@ -21,7 +21,7 @@ def total(passes: Iterable[PassJson], name: str) -> dict[str, Any]:
                                                                          for key in ("refused", "misses")}}
 
 
-ASKED_FOR = {"narrow_dtype": "--dtype bf16", "quantize_kv": "--kv-quant"} | dict.fromkeys(
+ASKED_FOR = {"narrow_dtype": "--dtype bf16 or fp16", "quantize_kv": "--kv-quant"} | dict.fromkeys(
     ("smooth_channels", "quantize_weights", "quantize_activations", "fuse_quantized_linear"), "--quant")
 """Passes that run only where an option of a compile asks for them."""
 

@@ -1,5 +1,4 @@
 """`infc report`: read an artifact, run it if asked to, write the page. Wiring, like the driver."""
-import os
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from ..runtime.manifest import GPU
 from .costs.cost import Costs, Phase, steps_of
 from .costs.peaks import Peaks
 from .errors import UserError
-from .files import write_whole
+from .files import refuse_existing, write_whole
 from .report import collect, page, phases
 
 
@@ -21,7 +20,7 @@ def write(path: Path, output: Path, *, measured: bool, force: bool, threads: int
     Raises UserError where the page exists and `force` is not given, or where nothing can be measured; RuntimeFault for an artifact
     that is damaged, of another schema, or not for this machine.
     """
-    _refuse(output, force)
+    refuse_existing(output, force, "page")
     tell = note or (lambda text: None)
     with read(path) as artifact:
         peaks = _peaks(artifact, threads, tell)
@@ -37,17 +36,6 @@ def write(path: Path, output: Path, *, measured: bool, force: bool, threads: int
     return {"report": str(output), "bytes": len(text.encode()), "model": data["head"]["name"], "version": data["head"]["version"],
             "passes": len(data["pipeline"]["passes"]), "captured": graph["captured"]["calls"], "final": graph["final"]["calls"],
             "buckets": len(data["buckets"]), "speed": data["speed"], "measured": found}
-
-
-def _refuse(output: Path, force: bool) -> None:
-    if output.is_dir():
-        raise UserError(f"{output} is a folder: name the page, with -o {output / 'report.html'}")
-    if not output.parent.is_dir():
-        raise UserError(f"{output}: there is no folder {output.parent}; make it, or name another place with -o")
-    if os.path.lexists(output) and not output.is_file():
-        raise UserError(f"{output} is no regular file: name another with -o")
-    if os.path.lexists(output) and not force:
-        raise UserError(f"{output} exists: add --force to replace it, or name another with -o")
 
 
 def _peaks(artifact: Artifact, threads: int | None, tell: Callable[[str], object]) -> Peaks | None:

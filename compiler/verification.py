@@ -8,7 +8,7 @@ PyTorch in its own dtypes, plus one ulp of the largest logit. A kernel may round
 different function.
 
 A bound that follows the graph's own error would follow a wrong graph too. So that error has a bound of its own: twice what the
-captured graph has in eager PyTorch, plus one ulp; with bf16 weights that is with every operator's result rounded to bf16. These
+captured graph has in eager PyTorch, plus one ulp; with weights in 16 bits that is with every operator's result rounded to them. These
 prompts are longer than the samples that passes are judged on, and no pass was judged on them.
 
 Answers and bounds follow from the two graphs, the prompts and our sources: what an earlier compile computed of the very same is
@@ -21,6 +21,7 @@ import torch
 
 from . import kept
 from .contracts import run_fp64, run_plain, run_rounded
+from .divergence import LARGEST, narrow
 from .errors import CheckFailed
 from .ir import Graph
 from .ops import BLOCK, infc
@@ -99,23 +100,24 @@ def golden(captured: Graph, graph: Graph, buckets: Sequence[int], cache: kept.Ke
 def _computed(captured: Graph, graph: Graph, prompts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Golden:
     """The cases of these prompts, token ids and positions [1, S]."""
     cases: list[Case] = []
-    worst, largest, allowed = 0.0, 0.0, 0.0
+    worst, largest, allowed, dtype = 0.0, 0.0, 0.0, narrow(graph)
     for ids, positions in prompts:
         length = ids.shape[1]
         rows = list(range(max(0, length - ROWS), length))
         logits = graph.outputs.index("logits")
         if quantized(graph):
             step = step_sample(graph, ids[0], rows)
-            truth, eager = run_fp64(graph, step)[logits], run_rounded(graph, step, torch.bfloat16)[logits]
+            truth, eager = run_fp64(graph, step)[logits], _eager(graph, step, logits, dtype or torch.bfloat16)
         else:
             plain = run_plain(captured, (ids, positions))[0][0, rows]
             truth = run_fp64(captured, (ids, positions))[0][0, rows]
-            eager = run_rounded(captured, (ids, positions), torch.bfloat16)[0][0, rows] if _narrow(graph) else plain
+            eager = _eager(captured, (ids, positions), 0, dtype)[0, rows] if dtype else plain
             _check_computable(truth, plain, "the model as captured, in eager fp32,")
             step = step_sample(graph, ids[0], rows)
         own = run_plain(graph, step)[logits]
         if not bool(own.isfinite().all()):
-            raise CheckFailed("the optimized graph gives logits that are not finite, where fp64 gives finite ones")
+            raise CheckFailed("the optimized graph gives logits that are not finite, where fp64 gives finite ones"
+                              + (f": fp16 ends at {LARGEST:.0f}, use --dtype bf16" if dtype == torch.float16 else ""))
         worst = max(worst, float((own.double() - truth).abs().max()))
         largest = max(largest, float(truth.abs().max()))
         allowed = max(allowed, float((eager.double() - truth).abs().max()))
@@ -123,7 +125,7 @@ def _computed(captured: Graph, graph: Graph, prompts: Sequence[tuple[torch.Tenso
     ulp = torch.finfo(torch.float32).eps * largest
     allowed = 2 * allowed + ulp
     if not worst <= allowed:
-        yardstick = "bf16" if _narrow(graph) or quantized(graph) else "fp32"
+        yardstick = str(dtype or (torch.bfloat16 if quantized(graph) else torch.float32)).removeprefix("torch.")
         raise CheckFailed(f"the optimized graph is not the model: its logits are {worst:.3g} off those of fp64, and {allowed:.3g} is "
                           f"allowed after eager PyTorch in {yardstick}: use --check strict, or infc bisect")
     return Golden(cases, 2 * worst + ulp, worst)
@@ -134,8 +136,10 @@ def quantized(graph: Graph) -> bool:
     return any(node.target in CODED or node.target is infc.paged_attention_quantized.default for node in graph.nodes)
 
 
-def _narrow(graph: Graph) -> bool:
-    return any(weight.dtype == torch.bfloat16 for weight in graph.weights.values())
+def _eager(graph: Graph, sample: tuple[torch.Tensor, ...], index: int, dtype: torch.dtype) -> torch.Tensor:
+    """An output of the graph in eager PyTorch with 16 bits; bf16 where fp16 overflows there: our sums stay wide."""
+    found = run_rounded(graph, sample, dtype)[index]
+    return found if bool(found.isfinite().all()) else run_rounded(graph, sample, torch.bfloat16)[index]
 
 
 def _check_computable(truth: torch.Tensor, own: torch.Tensor, who: str) -> None:

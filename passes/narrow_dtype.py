@@ -1,19 +1,21 @@
-"""bf16 where the bytes are: weights, what products read, and the KV cache; fp32 where sums live: the residual stream.
+"""bf16 or fp16 where the bytes are: weights, what products read, and the KV cache; fp32 where sums live: the residual stream.
 
-A weight is stored once, in bf16, also where embedding and head share it. What feeds a product is rounded by the operator
+A weight is stored once, in 16 bits, also where embedding and head share it. What feeds a product is rounded by the operator
 that makes it (its out_dtype) where nobody needs it wide, else by a cast; products give fp32 again.
-APPROXIMATE: next-token distributions may not be further (KL) from the fp32 graph's than those of eager bf16 PyTorch.
+APPROXIMATE: next-token distributions may not be further (KL) from the fp32 graph's than those of eager PyTorch in the same
+16 bits; and no value of fp16, which ends at 65504, may overflow.
 """
+import math
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from ..compiler.divergence import NARROW, WIDE, converted, divergences, input_dtypes
+from ..compiler.divergence import LARGEST, NARROW, WIDE, converted, divergences, input_dtypes, narrow, overflow
 from ..compiler.errors import CheckFailed
 from ..compiler.ir import Graph, argument, fake_mode, fake_propagate
 from ..compiler.layout import MOVES
@@ -28,10 +30,11 @@ SELECTS = MOVES - {aten.cat.default, aten.stack.default, operator.getitem} | {at
 
 def run(graph: Graph, report: Report) -> int:
     """Counts the weights and the attentions (with their caches) that became narrow."""
-    if report.options.get("dtype", "bf16") != "bf16":
+    dtype = NARROW.get(report.options.get("dtype", "bf16"))
+    if dtype is None:
         return 0
-    fired, casts = 0, {}
-    for weight in _weights(graph, report):
+    fired, casts = 0, Casts(graph, dtype)
+    for weight in _weights(graph, report, dtype):
         if not report.may_fire(): break
         _narrow_weight(graph, weight, casts)
         fired += 1
@@ -42,21 +45,40 @@ def run(graph: Graph, report: Report) -> int:
             report.refuse(node, f"its cache is also used by %{other.name}")
             continue
         if not report.may_fire(): break
-        for cache in caches: _retype(graph, cache)
-        _set(node, q=_cast(graph, node.args[0], casts, node), out_dtype=WIDE)
+        for cache in caches: _retype(graph, cache, dtype)
+        _set(node, q=casts.of(node.args[0], node), out_dtype=WIDE)
         fired += 1
     for node in [n for n in graph.nodes if n.target is infc.paged_attention_quantized.default and n.args[0].meta["val"].dtype == WIDE]:
         if not report.may_fire(): break
-        _set(node, q=_cast(graph, node.args[0], casts, node), out_dtype=WIDE)           # its caches are narrower than this already
+        _set(node, q=casts.of(node.args[0], node), out_dtype=WIDE)                      # its caches are narrower than this already
         fired += 1
     if fired:
-        for cast in casts.values(): _absorb(cast)
+        for cast in casts.made.values(): _absorb(cast)
         if graph.sample_inputs is not None: graph.sample_inputs = SamplesAs(graph.sample_inputs, input_dtypes(graph))
         fake_propagate(graph, accept_changes=True)
     return fired
 
 
-def _weights(graph: Graph, report: Report) -> list[fx.Node]:
+@dataclass
+class Casts:
+    """Values in 16 bits, one cast for all who want it."""
+
+    graph: Graph
+    dtype: torch.dtype
+    made: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    def of(self, x: Any, like: fx.Node) -> fx.Node:
+        """x in the narrow dtype, before `like`."""
+        if x.meta["val"].dtype == self.dtype:
+            return x
+        if x not in self.made:
+            self.made[x] = emit(self.graph, aten._to_copy.default, (x,), {"dtype": self.dtype}, like=like)
+        elif like < self.made[x]:
+            like.prepend(self.made[x])
+        return self.made[x]
+
+
+def _weights(graph: Graph, report: Report, dtype: torch.dtype) -> list[fx.Node]:
     """Weights that products and lookups alone read; the others, if some product reads them, are refused."""
     found = []
     for node in graph.module.graph.find_nodes(op="placeholder"):
@@ -65,47 +87,32 @@ def _weights(graph: Graph, report: Report) -> list[fx.Node]:
         reads = [(u, (u.target in PRODUCTS and u.args[1] is node and node not in (u.args[0], *u.args[2:]))
                   or (u.target is aten.embedding.default and u.args[0] is node)) for u in node.users]
         other = next((user for user, known in reads if not known), None)
-        if reads and other is None:
+        if reads and other is None and dtype == torch.float16 and (size := float(weight.abs().max())) > LARGEST:
+            report.refuse(node, f"it holds {size:.4g}, and fp16 ends at {LARGEST:.0f}")
+        elif reads and other is None:
             found.append(node)
         elif any(known for _, known in reads):
             report.refuse(node, f"also used by {'the output' if other.op == 'output' else f'%{other.name}'}")  # type: ignore[union-attr]
     return found
 
 
-def _reads_as_matrix(user: fx.Node, weight: fx.Node) -> bool:
-    if user.target in PRODUCTS:
-        return user.args.index(weight) == 1 and user.args.count(weight) == 1
-    return user.target is aten.embedding.default and user.args[0] is weight
-
-
-def _narrow_weight(graph: Graph, weight: fx.Node, casts: dict[fx.Node, fx.Node]) -> None:
-    graph.weights[str(weight.target)] = graph.weights[str(weight.target)].to(NARROW)
-    _retype(graph, weight)
+def _narrow_weight(graph: Graph, weight: fx.Node, casts: Casts) -> None:
+    graph.weights[str(weight.target)] = graph.weights[str(weight.target)].to(casts.dtype)
+    _retype(graph, weight, casts.dtype)
     for user in list(weight.users):
         if user.target in PRODUCTS:
-            _set(user, x=_cast(graph, user.args[0], casts, user), out_dtype=argument(user, "out_dtype") or WIDE)
+            _set(user, x=casts.of(user.args[0], user), out_dtype=argument(user, "out_dtype") or WIDE)
         else:                                               # the residual stream starts here, and stays wide
             users = list(user.users)
-            user.meta["val"] = user.meta["val"].to(NARROW)
+            user.meta["val"] = user.meta["val"].to(casts.dtype)
             wide = emit(graph, aten._to_copy.default, (user,), {"dtype": WIDE}, like=user.next)
             wide.meta["origin"] = list(user.meta.get("origin") or ())
             for reader in users: reader.replace_input_with(user, wide)
 
 
-def _retype(graph: Graph, placeholder: fx.Node) -> None:
+def _retype(graph: Graph, placeholder: fx.Node, dtype: torch.dtype) -> None:
     with fake_mode(graph):
-        placeholder.meta["val"] = placeholder.meta["val"].to(NARROW)
-
-
-def _cast(graph: Graph, x: Any, casts: dict[fx.Node, fx.Node], like: fx.Node) -> fx.Node:
-    """x in bf16, one cast for all who want it."""
-    if x.meta["val"].dtype == NARROW:
-        return x
-    if x not in casts:
-        casts[x] = emit(graph, aten._to_copy.default, (x,), {"dtype": NARROW}, like=like)
-    elif like < casts[x]:
-        like.prepend(casts[x])
-    return casts[x]
+        placeholder.meta["val"] = placeholder.meta["val"].to(dtype)
 
 
 def _set(node: fx.Node, **given: Any) -> None:
@@ -129,14 +136,14 @@ def _absorb(cast: fx.Node) -> None:
     known = isinstance(node.target, OpOverload) and any(a.name == "out_dtype" for a in node.target._schema.arguments)
     if not known or (reader is not None and list(node.users) != [reader]):
         return
-    _set(node, out_dtype=NARROW)
+    _set(node, out_dtype=cast.kwargs["dtype"])
     cast.replace_all_uses_with(x)
     cast.graph.erase_node(cast)
 
 
 @dataclass(frozen=True)
 class SamplesAs:
-    """Another graph's samples, each tensor in the dtype it has here: caches became bf16."""
+    """Another graph's samples, each tensor in the dtype it has here: caches became narrow."""
 
     samples: Callable[..., Any]
     dtypes: tuple[torch.dtype, ...]
@@ -153,11 +160,18 @@ class SamplesAs:
 # ------------------------------------------------------------------------------------------------------------ the bound
 
 def check(before: Graph, after: Graph) -> Measured:
-    """Mean KL(fp32 || ours); CheckFailed where eager bf16 PyTorch is closer."""
-    ours, eager = divergences(before, after)
+    """Mean KL(fp32 || ours); CheckFailed where eager PyTorch in the same 16 bits is closer, or where a value overflows.
+
+    Where eager fp16 overflows and this graph, whose sums stay wide, does not, eager bf16 is the bound.
+    """
+    dtype = narrow(after) or torch.bfloat16
+    if dtype == torch.float16 and (where := overflow(before, after)): raise CheckFailed(f"{where}; use --dtype bf16")
+    ours, eager = divergences(before, after, yardstick=dtype)
+    if not math.isfinite(eager): dtype, (ours, eager) = torch.bfloat16, divergences(before, after)
+    name = next(name for name, kind in NARROW.items() if kind == dtype)
     if not ours <= eager:
-        raise CheckFailed(f"KL to fp32 is {ours:.3g}, of eager bf16 it is {eager:.3g}")
-    return Measured(ours, eager, "nats, mean KL(fp32 || ours) of next-token distributions: what eager bf16 PyTorch has")
+        raise CheckFailed(f"KL to fp32 is {ours:.3g}, of eager {name} it is {eager:.3g}")
+    return Measured(ours, eager, f"nats, mean KL(fp32 || ours) of next-token distributions: what eager {name} PyTorch has")
 
 
 PASS = Pass("narrow_dtype", run, APPROXIMATE, check=check)

@@ -53,11 +53,20 @@ class DecodeSample(msgspec.Struct, frozen=True):
     share_of_read: float
 
 
-def measure(path: Path, work: Workload, *, threads: int | None = None, note: Callable[[str], object] | None = None) -> dict[str, Any]:
-    """The whole report, plain data. `note` gets one line per stage. Raises RuntimeFault where the workload does not fit."""
+def measure(
+    path: Path, work: Workload, *, threads: int | None = None, note: Callable[[str], object] | None = None, may_drop: Sequence[str] = (),
+) -> dict[str, Any]:
+    """The whole report, plain data. `note` gets one line per stage. Raises RuntimeFault where the workload does not fit.
+
+    may_drop: of "contexts" and "prefill", those whose lengths nobody asked for: what is longer than the model's positions is left out,
+    said, and in the report under "left_out".
+    """
     work = msgspec.structs.replace(work, threads=threads or default_threads())
     say = note or (lambda text: None)
     with load(path, threads=work.threads) as model:
+        work, left_out = _fitting(work, may_drop, model.limits.positions)
+        for name, lengths in left_out.items():
+            say(f"{name} of {', '.join(map(str, lengths))} tokens left out: this model has {model.limits.positions} positions")
         _check_fits(model, work)
     say(f"fresh processes: {work.rounds} of a {work.cold_prompt}-token prompt")
     cold = [_fresh_process(path, work) for _ in range(work.rounds)]
@@ -75,7 +84,7 @@ def measure(path: Path, work: Workload, *, threads: int | None = None, note: Cal
                 decode[batch].append(sample)
             for length, rate in rates:
                 prefill[length].append(rate)
-        return _report(model, work, cold, warm, decode, prefill)
+        return _report(model, work, cold, warm, decode, prefill) | {"left_out": left_out}
 
 
 def step_bytes(artifact: Artifact) -> int:
@@ -148,6 +157,15 @@ def _times(events: Sequence[tuple[int, int, float]], which: Callable[..., float]
     for _, sequence, when in events:
         by_sequence.setdefault(sequence, []).append(when)
     return [which(times) for times in by_sequence.values()]
+
+
+def _fitting(work: Workload, may_drop: Sequence[str], positions: int) -> tuple[Workload, dict[str, list[int]]]:
+    """The workload without lengths that are too long, and those; as it is where none would be left."""
+    more = {"contexts": work.new_tokens, "prefill": 0}
+    kept = {name: tuple(n for n in getattr(work, name) if n + more[name] <= positions) for name in may_drop}
+    left_out = {name: [n for n in getattr(work, name) if n not in lengths] for name, lengths in kept.items() if lengths}
+    left_out = {name: lengths for name, lengths in left_out.items() if lengths}
+    return msgspec.structs.replace(work, **{name: kept[name] for name in left_out}), left_out
 
 
 def _check_fits(model: Model, work: Workload) -> None:

@@ -1,7 +1,9 @@
-"""Memory that keeps its address: anonymous mappings, aligned to 2 MiB, and typed views of them."""
+"""Memory that keeps its address: anonymous mappings, aligned to 2 MiB, typed views of them, and a GPU's as other libraries take it."""
 
 import ctypes
+import math
 import mmap
+from typing import Any
 
 from .errors import RuntimeFault
 
@@ -46,6 +48,26 @@ def view(address: int, count: int, code: str) -> memoryview:
     size = {"i": 4, "f": 4, "B": 1}[code]
     block = (ctypes.c_char * (count * size)).from_address(address)
     return memoryview(block).cast("B").cast(code)  # type: ignore[arg-type]
+
+
+class OnGpu:
+    """A row-major array in a GPU's memory that lives as long as the memory does: what torch, CuPy and numba take without a copy.
+
+    https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html, version 3. All work on it is done, so no stream is named.
+    """
+
+    def __init__(self, address: int, shape: tuple[int, ...], typestr: str) -> None:
+        self.address, self.shape, self.typestr = address, shape, typestr
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"shape": self.shape, "typestr": self.typestr, "data": (self.address, False), "version": 3, "strides": None}
+
+    def __getitem__(self, rows: slice) -> "OnGpu":
+        """Some rows, one behind the other."""
+        first, stop, _ = rows.indices(self.shape[0])
+        row = math.prod(self.shape[1:]) * int(self.typestr[2:])
+        return OnGpu(self.address + first * row, (max(0, stop - first), *self.shape[1:]), self.typestr)
 
 
 class Layout:

@@ -39,6 +39,7 @@ class ReplayCache(Generic[E]):
         self.bytes = 0
         self.hits = self.misses = self.evictions = self.crowded = self.stale = self.padded_tokens = 0
         self._entries: OrderedDict[Key, tuple[object, E]] = OrderedDict()
+        self._warned: set[str] = set()                       # buckets that found the device full
 
     def get(self, key: Key, places: object, make: Callable[[], E]) -> E:
         """The entry of `key` made for the memory at `places`, made now if there is none."""
@@ -51,7 +52,7 @@ class ReplayCache(Generic[E]):
             self.stale += 1
             self._drop(key)
         self.misses += 1
-        entry = self._made(make)
+        entry = self._made(key.bucket, make)
         self._entries[key] = (places, entry)
         self.bytes += entry.bytes
         while self.bytes > self.budget and len(self._entries) > 1:
@@ -59,15 +60,27 @@ class ReplayCache(Generic[E]):
             self._drop(next(iter(self._entries)))
         return entry
 
-    def _made(self, make: Callable[[], E]) -> E:
+    def _made(self, bucket: str, make: Callable[[], E]) -> E:
         """A new entry. Where the device has no room for it, others go first; OutOfMemory where none is left to go."""
         while True:
             try:
                 return make()
-            except OutOfMemory:
+            except OutOfMemory as fault:
                 if not self._entries: raise
+                oldest = next(iter(self._entries))
+                self._warn(bucket, fault, oldest.bucket)
                 self.crowded += 1
-                self._drop(next(iter(self._entries)))
+                self._drop(oldest)
+
+    def _warn(self, bucket: str, fault: OutOfMemory, oldest: str) -> None:
+        """Once a bucket, to whoever listens to the logger `infc`."""
+        if bucket in self._warned: return
+        import logging  # 8 ms that a start without this does not pay
+
+        self._warned.add(bucket)
+        logging.getLogger("infc").warning(
+            "no room to prepare bucket %s: it takes at least %d bytes, %d are free; %s goes, and is prepared again when a step needs it: "
+            "give the KV pool less (kv_tokens=), or compile fewer buckets", bucket, fault.wanted, fault.free, oldest)
 
     def clear(self) -> None:
         """Give every entry back."""

@@ -127,12 +127,17 @@ class Executor:
         """The first `rows` tokens of the last step."""
         return self.views["token"][:rows].tolist()
 
-    def logits(self, rows: int) -> Any:
-        """A copy of the first `rows` rows of the last step's logits, float32 [rows, vocab]: it stays what it is."""
+    def logits(self, rows: int, copy: bool = True) -> Any:
+        """The first `rows` rows of the last step's logits, float32 [rows, vocab]: a copy, which stays what it is; or where they lie,
+        until the next step writes there.
+        """
         import numpy as np
 
         vocab = self.artifact.manifest.model.vocab
-        return np.frombuffer(self.views["logits"][:rows * vocab], np.float32).reshape(rows, vocab).copy()
+        found = np.frombuffer(self.views["logits"][:rows * vocab], np.float32).reshape(rows, vocab)
+        if copy: return found.copy()
+        found.flags.writeable = False
+        return found
 
     def read_weights(self) -> int:
         """Only read every weight byte, with all threads; nanoseconds: the limit of a decode step."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from .buffers import view
+from .buffers import OnGpu, view
 from .device import ALIGN, Copy, Launch, OutOfMemory, Recorded, Work, arch_fits
 from .errors import RuntimeFault
 from .program import Kernel
@@ -93,6 +93,11 @@ class CudaDevice:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def torch_stream(self) -> int:
+        """Its own stream, which torch may send work to: both live in the primary context."""
+        return int(self.stream)
 
     def _attribute(self, name: str) -> int:
         kind = getattr(self._cu.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
@@ -185,6 +190,10 @@ class CudaDevice:
             self._settle("copying from the device")
         return bytes(found)
 
+    def array(self, address: int, shape: tuple[int, int]) -> OnGpu:
+        """The float32 numbers there, where they are."""
+        return OnGpu(address, shape, "<f4")
+
     def fill(self, address: int, byte: int, size: int) -> None:
         """Set every byte of a range."""
         self.enter()
@@ -223,6 +232,7 @@ class CudaDevice:
         an error names the step it is at, and there is nothing to unwind but the graph.
         """
         cu, before = self._cu, self.free_memory()
+        given = sum(8 * len(item.params) for item in work if isinstance(item, Launch))
         graph, made, node = self.call("making a graph", cu.cuGraphCreate, 0), None, None
         try:
             for place, item in enumerate(work):
@@ -236,11 +246,10 @@ class CudaDevice:
             if made is not None:
                 self._held.free(cu.cuGraphExecDestroy, made)
             if isinstance(error, _NoRoom):
-                raise OutOfMemory(f"no room for a graph of {len(work)} steps: {error}") from error
+                raise OutOfMemory(f"no room for a graph of {len(work)} steps: {error}", given, before) from error
             raise
         finally:
             cu.cuGraphDestroy(graph)
-        given = sum(8 * len(item.params) for item in work if isinstance(item, Launch))
         return CudaRecording(self, made, max(before - self.free_memory(), given))
 
     def _add(self, graph: Any, after: list[Any], item: Work, where: str) -> Any:

@@ -6,7 +6,7 @@ addresses, so a program's steps look alike on either. A device belongs to one th
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from .errors import RuntimeFault
 from .program import Kernel
@@ -72,6 +72,11 @@ class Device(Protocol):
         """What torch calls it, for ATen steps: "cuda:0"."""
         ...
 
+    @property
+    def torch_stream(self) -> int:
+        """The stream that recordings are replayed on, as the driver numbers it: ATen steps go by it too. 0 where there is none."""
+        ...
+
     def allocate(self, size: int, what: str) -> int:
         """Address of `size` bytes of zeros, until `close`. Raises RuntimeFault naming `what` and the room there is."""
         ...
@@ -90,6 +95,10 @@ class Device(Protocol):
 
     def download(self, address: int, size: int) -> bytes:
         """Device to host."""
+        ...
+
+    def array(self, address: int, shape: tuple[int, int]) -> Any:
+        """The float32 numbers there, where they are: nothing is copied, and nobody may write to it."""
         ...
 
     def fill(self, address: int, byte: int, size: int) -> None:
@@ -118,7 +127,11 @@ class Device(Protocol):
 
 
 class OutOfMemory(RuntimeFault):
-    """A device has no room for a recording; whoever keeps several can do with fewer."""
+    """A device has no room for a recording; whoever keeps several can do with fewer. Bytes it takes at least, and that were free."""
+
+    def __init__(self, message: str, wanted: int, free: int) -> None:
+        super().__init__(message)
+        self.wanted, self.free = wanted, free
 
 
 def arch_fits(built: str, arch: str) -> bool:

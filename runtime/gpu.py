@@ -8,6 +8,7 @@ import hashlib
 import mmap
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 from .artifact import WEIGHTS, Artifact
@@ -133,8 +134,11 @@ class GpuExecutor:
         """The first `rows` tokens of the last step."""
         return self.views["token"][:rows].tolist()
 
-    def logits(self, rows: int) -> Any:
-        """A copy of the first `rows` rows of the last step's logits, float32 [rows, vocab]: it stays what it is."""
+    def logits(self, rows: int, copy: bool = True) -> Any:
+        """The first `rows` rows of the last step's logits, float32 [rows, vocab]: a copy, which stays what it is; or where they lie on
+        the device, until the next step writes there.
+        """
+        if not copy: return self.device.array(self._io["logits"].address, (rows, self.artifact.manifest.model.vocab))
         import numpy as np
 
         vocab = self.artifact.manifest.model.vocab
@@ -159,7 +163,11 @@ class GpuExecutor:
 
 
 class GpuTable:
-    """One bucket, recorded. What runs between two ATen steps, usually all of it, is one recording."""
+    """One bucket, recorded. What runs between two ATen steps, usually all of it, is one recording.
+
+    An ATen step is in none: torch chooses kernels and memory anew each time it is called. It reads and writes the bucket's own buffers,
+    at the bucket's sizes, on the stream of the recordings before and after it, and needs torch where the artifact is loaded.
+    """
 
     def __init__(
         self, program: Program, kernels: Mapping[str, Kernel], device: Device, places: Places, copies: tuple[Copy, Copy],
@@ -177,6 +185,7 @@ class GpuTable:
         for index, step in enumerate(program.steps):
             kernel = kernels[step.kernel]
             if kernel.symbol.startswith(ATEN):
+                _aten().require(kernel.symbol, device.torch_device)        # now, as the model is loaded
                 self._record(work)
                 work = []
                 self._parts.append((index, kernel.symbol))
@@ -212,12 +221,22 @@ class GpuTable:
 
     def _time(self, index: int) -> int:
         step = self._launches.get(index)
-        if step is None: return 0                                          # an ATen step: torch's clock is not ours
+        if step is None: return self._time_aten(index)
         alone = self._device.record([step])
         try:
             return int(sorted(self._device.timed(alone, 5))[2] * 1e3)
         finally:
             alone.close()
+
+    def _time_aten(self, index: int) -> int:
+        """From the host's side, until its result is there."""
+        step, times = self.program.steps[index], list[int]()
+        for _ in range(5):
+            start = perf_counter_ns()
+            self.run_step(index, self._dims)
+            self._device.download(self._addresses[step.args[-1]], 1)
+            times.append(perf_counter_ns() - start)
+        return sorted(times)[2]
 
     def sizes(self, dims: Mapping[str, int]) -> Mapping[str, int]:
         """The sizes kernels see: the bucket's."""
@@ -225,32 +244,38 @@ class GpuTable:
 
     def begin(self) -> None:
         """Copy the inputs in, for whoever runs steps one by one."""
-        self._copy(self._copies[0])
+        self._once(self._copies[0])
 
     def end(self) -> None:
         """Copy the tokens out."""
-        self._copy(self._copies[1])
+        self._once(self._copies[1])
 
-    def _copy(self, copy: Copy) -> None:
-        recorded = self._device.record([copy])
+    def _once(self, work: Launch | Copy) -> None:
+        recorded = self._device.record([work])
         recorded.replay()
         recorded.close()
 
     def run_step(self, index: int, dims: Mapping[str, int]) -> None:
-        """Never of use: which of its steps is wrong is found where kernels run one by one."""
-        raise RuntimeFault(f"{self.program.name}: single steps of a recording cannot be run")
+        """Run one step alone, for whoever looks for the one that is wrong."""
+        symbol = next((part[1] for part in self._parts if isinstance(part, tuple) and part[0] == index), None)
+        self._once(self._launches[index]) if symbol is None else self._call_aten(index, symbol)
 
     def views(self, index: int, dims: Mapping[str, int]) -> "list[View]":
         """The buffers one step reads and writes, at the bucket's sizes, in its kernel's order."""
         return [live_view(self.program.buffers[j], self._addresses[j], self._dims) for j in self.program.steps[index].args]
 
     def _call_aten(self, index: int, symbol: str) -> None:
-        from . import aten_step  # imports torch when it runs
-
-        aten_step.call(symbol, self.views(index, self._dims), self._dims, self._device.torch_device)
+        device = self._device
+        _aten().call(symbol, self.views(index, self._dims), self._dims, device.torch_device, device.torch_stream)
 
     def close(self) -> None:
         """Give the recordings back."""
         for part in self._parts:
             if not isinstance(part, tuple): part.close()
         self._parts = []
+
+
+def _aten() -> Any:
+    from . import aten_step  # imports torch when it runs
+
+    return aten_step

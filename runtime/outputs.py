@@ -38,7 +38,7 @@ class Timing(msgspec.Struct):
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """What a step gave, copied: later steps do not change it.
+    """What a step gave, copied, so that later steps do not change it, unless it was asked not to be: see `Model.step`.
 
     logits: one float32 array [rows, vocab] a sequence. tokens: the likeliest next token of each sequence.
     """

@@ -71,17 +71,17 @@ class Stepper:
         """One step of `works`: the sampled tokens, in order."""
         return self.run_logits(works, False)[0]
 
-    def run_logits(self, works: Sequence[Work], logits: bool, bucket: str = "") -> tuple[list[int], Any]:
+    def run_logits(self, works: Sequence[Work], logits: bool, bucket: str = "", copy: bool = True) -> tuple[list[int], Any]:
         """The sampled tokens, and a copy of their logits [rows, vocab] if asked for (None without a row).
 
-        bucket: the name of the one to run through; by default the smallest that holds the step.
+        bucket: the name of the one to run through; by default the smallest that holds the step. copy: as in `step`.
         """
         with self.lock:
             dims, table = self._prepare(works, bucket)
             table.run(dims)
             self._advance(works)
             rows = dims["R"]
-            return self.executor.tokens(rows), self.executor.logits(rows) if logits and rows else None
+            return self.executor.tokens(rows), self.executor.logits(rows, copy) if logits and rows else None
 
     def prepare(self) -> None:
         """Make every bucket ready now, rather than when a step first needs it."""
@@ -112,19 +112,27 @@ class Stepper:
         """An empty sequence, for `step`."""
         return OpenSequence(self.pool)
 
-    def step(self, sequences: Sequence[OpenSequence], tokens: Sequence[Sequence[int]], *, logits: Rows = "last") -> StepResult:
+    def step(
+        self, sequences: Sequence[OpenSequence], tokens: Sequence[Sequence[int]], *, logits: Rows = "last", copy: bool = True,
+    ) -> StepResult:
         """Append tokens[i] to sequences[i] and return what the model says next: for your own loop.
 
-        logits: of each sequence's last new token, of all its new tokens, or of none. All arrays are copies. More tokens
-        than the largest bucket holds run in chunks. Raises RuntimeFault, and changes no sequence, where a value is out of
-        its limits, the KV pool is full, or a sequence is not of this model.
+        logits: of each sequence's last new token, of all its new tokens, or of none. More tokens than the largest bucket holds run in
+        chunks. Raises RuntimeFault, and changes no sequence, where a value is out of its limits, the KV pool is full, or a sequence is
+        not of this model.
+
+        copy: arrays are copies, and stay what they are. With copy=False they are the model's own buffer, the same at every step: read
+        them, do not write, before the next call of `step`, `generate`, `stream`, `swap_weights` or `close` on this model, in whatever
+        thread; that call overwrites them or gives their memory back. On a CPU they are read-only numpy arrays. On a GPU they stay on the
+        device, complete, as objects with `__cuda_array_interface__`, which torch.as_tensor and cupy.asarray take without a copy.
+        RuntimeFault where the tokens do not fit one step, whose logits the next would overwrite.
         """
         sequences, tokens = _listed("sequences", sequences), _listed("tokens", tokens)
         with self.lock:
             lists = self._checked(sequences, tokens, logits)
             before = [s.length for s in sequences]
             try:
-                return self._append(sequences, lists, logits)
+                return self._append(sequences, lists, logits, copy)
             except RuntimeFault:
                 for sequence, length in zip(sequences, before, strict=True):
                     sequence.truncate(length)
@@ -207,12 +215,16 @@ class Stepper:
             self.check_length(f"sequence {i}", sequence.length + len(ids))
         return lists
 
-    def _append(self, sequences: Sequence[OpenSequence], lists: Sequence[Sequence[int]], logits: str) -> StepResult:
+    def _append(self, sequences: Sequence[OpenSequence], lists: Sequence[Sequence[int]], logits: str, copy: bool) -> StepResult:
         found: list[list[Any]] = [[] for _ in sequences]
         likeliest = [-1] * len(sequences)
-        for parts in _chunks([len(ids) for ids in lists], self.limits, logits == "all"):
+        chunks = _chunks([len(ids) for ids in lists], self.limits, logits == "all")
+        if not copy and logits != "none" and sum(any(rows for *_, rows in parts) for parts in chunks) > 1:
+            raise RuntimeFault(f"copy is False, and these tokens run in {len(chunks)} steps, each of which overwrites the logits of the "
+                               f"one before; give at most {self.limits.tokens} tokens and {self.limits.rows} rows, or leave copy out")
+        for parts in chunks:
             works = [Work(sequences[i], lists[i][start:stop], rows) for i, start, stop, rows in parts]
-            tokens, values = self.run_logits(works, logits != "none")
+            tokens, values = self.run_logits(works, logits != "none", copy=copy)
             row = 0
             for i, _, _, rows in parts:
                 if rows:
@@ -222,6 +234,7 @@ class Stepper:
                 row += rows
         if logits == "none":
             return StepResult([], likeliest)
+        if not copy: return StepResult([piece for piece, in found], likeliest)
         import numpy as np
 
         return StepResult([np.concatenate(pieces) for pieces in found], likeliest)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 SIZES = (1, 2, 3, 5, 16, 33)
-FLOATS, INTS = (torch.float32, torch.bfloat16), (torch.int32, torch.int64)
+FLOATS, INTS = (torch.float32, torch.bfloat16, torch.float16), (torch.int32, torch.int64)
 SPECIAL = (0.0, -0.0, float("inf"), -float("inf"), float("nan"), 3.4e38, 1e-40, 1.0, -1.5)
 
 
@@ -51,7 +51,7 @@ def program(choose: Callable[[int], int], *, length: int = 6) -> Program:
 def _input(choose, pick, shape: list[int], *, keep_first: bool = False, full: bool = False) -> Tensor:
     sizes = list(shape) if full else [s if (k == 0 and keep_first) or choose(3) else 1 for k, s in enumerate(shape)]
     if not full and not keep_first and choose(4) == 0: sizes = sizes[1:]
-    return fill(sizes, pick((torch.float32, torch.float32, torch.bfloat16, torch.int32, torch.int64, torch.bool)), choose(1000))
+    return fill(sizes, pick((torch.float32, *FLOATS, *INTS, torch.bool)), choose(1000))
 
 
 def fill(shape: Any, dtype: torch.dtype, seed: int) -> Tensor:
@@ -99,7 +99,7 @@ def _step(choose, pick, pool: list[Tensor], live: bool) -> tuple[str, Callable[[
     if x.dtype in INTS:
         add("floor_div", lambda t: torch.div(t, 3, rounding_mode="floor"))
         add("remainder", lambda t: torch.remainder(t, 4))
-    to = pick((torch.float32, torch.bfloat16, torch.int64) if x.dtype not in FLOATS else (*FLOATS, torch.bool))
+    to = pick((torch.float32, torch.bfloat16, torch.float16, torch.int64) if x.dtype not in FLOATS else (*FLOATS, torch.bool))
     add(f"to_{to}", lambda t: t.to(to))
     if x.dim() >= 1:
         last, n = x.dim() - 1, x.shape[-1]
@@ -125,6 +125,5 @@ def _broadcasts(a: torch.Size, b: torch.Size) -> bool:
 
 def same(found: Tensor, expected: Tensor) -> bool:
     """Equal shape, dtype and values; NaN equals NaN, and 0 equals -0 (PyTorch's own maximum does not tell them apart)."""
-    return found.shape == expected.shape and found.dtype == expected.dtype and torch.equal(
-        found.nan_to_num(123.0, 1e38, -1e38) if found.is_floating_point() else found,
-        expected.nan_to_num(123.0, 1e38, -1e38) if found.is_floating_point() else expected)
+    return found.shape == expected.shape and found.dtype == expected.dtype and torch.equal(*(
+        t.double().nan_to_num(123.0, 1e300, -1e300) if t.is_floating_point() else t for t in (found, expected)))

@@ -2,9 +2,11 @@
 
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import msgspec
@@ -18,6 +20,31 @@ def result(*arguments: object) -> dict:
     done = infc(*arguments, "--json")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("option", ["--version", "-V"])
+def test_version_names_what_infc_works_with(option: str):
+    done = infc(option)
+    torch = metadata.version("torch")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"infc {metadata.version('infc')} (python {platform.python_version()}, torch {torch}")
+    assert done.stdout.count("\n") == 1 and "None" not in done.stdout
+    assert set(result(option)) == {"infc", "python", "torch", "triton"} and result(option)["torch"] == torch
+
+
+def test_version_leaves_out_what_is_not_installed(monkeypatch: pytest.MonkeyPatch):
+    def version(name: str) -> str:
+        if name != "infc": raise metadata.PackageNotFoundError(name)
+        return "1.2"
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert infc("--version").stdout == f"infc 1.2 (python {platform.python_version()})\n"
+    assert result("--version") == {"infc": "1.2", "python": platform.python_version(), "torch": None, "triton": None}
+
+
+def test_json_alone_says_where_it_belongs():
+    done = infc("--json", "targets")
+    assert done.returncode == 2 and "--json stands behind a command" in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_compile_json_has_the_stable_names(tmp_path: Path):
@@ -133,6 +160,17 @@ def test_inspect_a_gpu_artifact(for_gpu: Path):
     row = next(line.split() for line in shown.splitlines() if line.startswith(f"{name} "))
     assert row[-5:] == ["256", "168", "99328", "0", "wgmma"]
     assert "tensor cores" not in infc("inspect", tiny()).stdout
+
+
+def test_bench_leaves_out_usual_lengths_that_do_not_fit():
+    """`tiny` has 512 positions: the prompt of 1024 is not asked of it, and that is said; one that was asked for is refused."""
+    small = ("--batches", "1", "--new-tokens", "3", "--rounds", "1", "--json")
+    done = infc("bench", tiny(), *small)
+    made = json.loads(done.stdout)
+    assert set(made["prefill"]) == {"128", "256"} and made["left_out"] == {"prefill": [1024]}
+    assert "prefill of 1024 tokens left out: this model has 512 positions" in done.stderr
+    refused = infc("bench", tiny(), *small, "--prefill", "128,1024")
+    assert refused.returncode == 2 and "1024 tokens are more than this model's 512" in refused.stderr
 
 
 def test_bench_json_has_the_stable_names_and_compares(tmp_path: Path):

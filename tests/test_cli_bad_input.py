@@ -70,8 +70,20 @@ def test_wrong_option(empty: Path, option: tuple[str, ...]):
     refused(compiling("tiny", *option, "-o", empty / "a.infc"))
 
 
+def test_a_recipe_line_that_names_nothing_is_told_by_its_file(empty: Path, tmp_path: Path):
+    """And by its own line there, whatever else is in the file."""
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text('# ours\n\nformat: 1\nlayers:\n  - "*": w8\n  # the last one\n  - "model.layers.77.*": w4\n')
+    refused(compiling("tiny", "--quant", recipe, "--unverified", "-o", empty / "a.infc"), "mine.yaml line 7: 'model.layers.77.*' names no")
+
+
 def test_an_exact_compile_says_which_dtype_it_needs(empty: Path):
     refused(compiling("tiny", "--allow", "exact", "-o", empty / "a.infc"), "--dtype fp32")
+
+
+@pytest.mark.parametrize("target", ["cpu", "x86-64-v3", "portable"])
+def test_fp16_is_for_gpus(empty: Path, target: str):
+    refused(compiling("tiny", "--dtype", "fp16", "--target", target, "-o", empty / "a.infc"), "--dtype fp16", target, "GPU", "bf16")
 
 
 @pytest.mark.parametrize("target", ["gpu", "cuda"])

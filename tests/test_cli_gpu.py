@@ -52,6 +52,16 @@ def test_what_must_run_says_that_there_is_no_gpu(command: tuple[str, ...]) -> No
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "NVIDIA driver" in done.stderr
 
 
+def test_a_budget_on_time_goes_by_the_data_sheet_and_says_so() -> None:
+    done = infc("diff", compiled()[0], compiled()[0], "--fail-on", "decode_ms>+2%,prefill_ms>+2%", "--json")
+    found = json.loads(done.stdout)
+    assert done.returncode == 0 and found["metrics"]["decode_ms"]["after"] > 0
+    assert found["notes"] == [f"decode_ms and prefill_ms of {side}: predicted from the data sheet of h100, the least that the card allows"
+                              for side in "AB"]
+    done = infc("diff", compiled()[0], compiled()[0], "--fail-on", "decode_ms>0", "--quiet")
+    assert done.returncode == 1 and "predicted from the data sheet of h100" in done.stderr and "breaks decode_ms>0" in done.stderr
+
+
 def test_explain_and_report_go_by_the_data_sheet(tmp_path: Path) -> None:
     done = infc("explain", compiled()[0], "--json")
     assert done.returncode == 0 and json.loads(done.stdout)["peaks"]["read_gb_s"] == 3350

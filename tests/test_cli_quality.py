@@ -50,6 +50,16 @@ def test_a_report_has_the_stable_names(report: Path):
     assert 0 < found["kl"] < 1e-3 and found["top1"] > 0.95 and abs(found["ppl_change"]) < 0.01 and found["json"]["asked"] == 24
 
 
+def test_a_saved_report_is_not_replaced_unasked(report: Path, tmp_path: Path):
+    before = report.read_bytes()
+    refused(infc("quality", tiny(), "--windows", 2, "-o", report), "exists: add --force to replace it")
+    assert report.read_bytes() == before
+    refused(infc("quality", tiny(), "--windows", 2, "-o", tmp_path / "none" / "a.json"), "there is no folder")
+    copy = Path(shutil.copy(report, tmp_path / "a.json"))
+    assert infc("quality", tiny(), "--windows", 2, "--against", "none", "-o", copy, "--force", "--quiet").returncode == 0
+    assert json.loads(copy.read_text())["against"] is None
+
+
 def test_json_is_the_only_thing_on_stdout_and_progress_is_on_stderr():
     done = infc("quality", tiny(), "--windows", 2, "--against", "none", "--json")
     found = json.loads(done.stdout)

@@ -18,14 +18,15 @@ from ..loops import Guard, Region, Stmt, behind, merge_axes, open_sides, parse, 
 LANES = 32                     # independent partial results of a reduction: two AVX-512 registers of fp32
 BLOCK = 64                     # threads split columns at multiples of this: no cache line is written by two
 
-VALUE = {"f64": "double", "f32": "float", "bf16": "float", "i64": "int64_t", "i32": "int32_t", "i16": "int16_t", "i8": "int8_t",
-         "u8": "uint8_t", "bool": "bool"}
-"""C++ type of a value in a register; a bf16 value is a float that was rounded."""
-MEMORY = {**VALUE, "bf16": "uint16_t"}
+VALUE = {"f64": "double", "f32": "float", "bf16": "float", "f16": "float", "i64": "int64_t", "i32": "int32_t", "i16": "int16_t",
+         "i8": "int8_t", "u8": "uint8_t", "bool": "bool"}
+"""C++ type of a value in a register; a bf16 or fp16 value is a float that was rounded."""
+NARROW = ("bf16", "f16")
+MEMORY = {**VALUE, **dict.fromkeys(NARROW, "uint16_t")}
 
 INFIX = {"div": "/", "idiv": "/", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=", "and": "&", "or": "|",
          "xor": "^"}
-ACCUMULATOR = {"f32": "double", "bf16": "double"}          # of sums and products
+ACCUMULATOR: dict[str, str] = dict.fromkeys(("f32", *NARROW), "double")       # of sums and products
 
 
 def launch(region: Region, context: Context) -> Launch:
@@ -159,13 +160,13 @@ TEMPLATES = frozenset({"add", "sub", "mul", "neg", "abs", "sign", "max", "min", 
 
 def _cast(x: str, old: str, new: str) -> str:
     if new == "bool": return f"{x} != 0"
-    if new == "bf16": return f"loop::round_bf16((float){x})"
+    if new in NARROW: return f"loop::round_{new}((float){x})"
     return x if VALUE[old] == VALUE[new] else f"({VALUE[new]}){x}"
 
 
 def _load(s: Stmt) -> str:
     item = f"in{s.slot}[{number(s.offset or expr(0))}]"
-    if s.dtype == "bf16": item = f"loop::from_bf16({item})"
+    if s.dtype in NARROW: item = f"loop::from_{s.dtype}({item})"
     conditions = [c for g in s.guards for c in _conditions(g)]
     return f"({' & '.join(conditions)}) ? {item} : ({VALUE[s.dtype]})0" if conditions else item
 
@@ -177,7 +178,7 @@ def _conditions(g: Guard) -> list[str]:
 
 
 def _store(s: Stmt) -> str:
-    value = f"loop::to_bf16(v{s.args[0]})" if s.dtype == "bf16" else f"v{s.args[0]}"
+    value = f"loop::to_{s.dtype}(v{s.args[0]})" if s.dtype in NARROW else f"v{s.args[0]}"
     return f"out{s.slot}[{number(s.offset or expr(0))}] = {value};"
 
 
@@ -200,7 +201,7 @@ def _atom(a: object) -> str:
 def constant(value: bool | int | float, dtype: str) -> str:
     """A literal of the register type of dtype."""
     if dtype == "bool": return "true" if value else "false"
-    if dtype not in ("f64", "f32", "bf16"):
+    if dtype not in ("f64", "f32", *NARROW):
         return f"({VALUE[dtype]})INT64_C({value})" if value != -2**63 else "INT64_MIN"
     x = float(value)
     if dtype != "f64":
@@ -208,6 +209,6 @@ def constant(value: bool | int | float, dtype: str) -> str:
     if math.isnan(x): return "loop::nan"
     if math.isinf(x): return "loop::inf" if x > 0 else "-loop::inf"
     literal = f"({VALUE[dtype]}){x.hex()}" if dtype == "f64" else f"{x.hex()}f"
-    return f"loop::round_bf16({literal})" if dtype == "bf16" else literal
+    return f"loop::round_{dtype}({literal})" if dtype in NARROW else literal
 
 

@@ -1,5 +1,6 @@
 """Launches to code for a GPU that is not there: compiled once per content, two at a time, kept, and judged by the compiler's own report."""
 import contextlib
+import fcntl
 import hashlib
 import os
 import queue
@@ -7,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,7 +18,7 @@ import msgspec
 
 from ...compiler import kept
 from ...compiler.errors import CheckFailed, InfcError
-from ...compiler.reuse import cache_folder
+from ...compiler.reuse import cache_folder, remove
 from .registry import Launch
 from .request import key, request
 from .worker import ARCHS, Binary, Request, receive, send
@@ -25,6 +26,8 @@ from .worker import ARCHS, Binary, Request, receive, send
 WORKERS = min(8, len(os.sched_getaffinity(0)))
 """Processes that compile; each takes about 300 MB."""
 
+_PREFIX = "infc-triton-locked-"
+"""Of the folders in which workers compile, in TMPDIR; each is locked as long as its compile lives."""
 
 class Code(msgspec.Struct, frozen=True):
     """A kernel for one architecture. Plain data; `params` end with two pointers Triton appends and nothing reads: pass null."""
@@ -95,11 +98,15 @@ def build(
     folder = cache or cache_folder() / "triton"
     kept = {name: code for name, one in unique.items() if (code := _kept(folder / name, arch, one.title, note)) is not None}
     missing = [name for name in unique if name not in kept]
+    unkept: list[str] = []
     for done, (name, binary) in enumerate(_compile({name: unique[name] for name in missing}, workers), len(kept) + 1):
         code = Code(arch, unique[name].title, hashlib.sha256(binary.cubin).hexdigest(), binary)
-        _keep(code, folder / name, note)
+        if why := _keep(code, folder / name): unkept.append(why)
         kept[name] = code
         progress(done, len(unique), code.title)
+    if unkept:
+        note(f"{len(unkept)} kernel{'s are' if len(unkept) > 1 else ' is'} not kept for the next compile: {folder} cannot be written "
+             f"({unkept[0]})")
     for name, launch in zip(keys, launches, strict=True): _judge(kept[name], launch)
     return [kept[name] for name in keys]
 
@@ -131,15 +138,51 @@ def _compile(asked: dict[str, Request], workers: int) -> Iterable[tuple[str, Bin
     waiting: queue.SimpleQueue[tuple[str, Request]] = queue.SimpleQueue()
     for item in asked.items(): waiting.put(item)
     results: queue.SimpleQueue[tuple[str, Binary | InfcError]] = queue.SimpleQueue()
-    with tempfile.TemporaryDirectory(prefix="infc-triton-") as folder, contextlib.ExitStack() as stack:
+    with _folder() as folder, contextlib.ExitStack() as stack:
         for index in range(min(workers, len(asked))):
-            worker = _Worker(Path(folder) / str(index))
+            worker = _Worker(folder / str(index))
             stack.callback(worker.close)
             worker.start(waiting, results)
         for _ in asked:
             name, result = results.get()
             if isinstance(result, InfcError): raise result
             yield name, result
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    """A new folder, locked and removed at the end; first those are removed whose compile was killed, for nobody holds their lock."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with _lock(left) as dead:
+            if dead: remove(left)
+    while True:
+        made = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        with _lock(made) as ours:
+            if not (ours and made.exists()): continue        # another compile took it for a dead one's, just now
+            try:
+                yield made
+            finally:
+                remove(made)
+            return
+
+
+@contextlib.contextmanager
+def _lock(folder: Path) -> Iterator[bool]:
+    """Is the folder's lock ours? It goes with the process, however that ends; what it starts does not inherit it."""
+    try:
+        held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:                                          # gone meanwhile, another user's, or no folder
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:                                      # another has it, or it lies where there are no locks
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(held)
 
 
 @dataclass
@@ -222,9 +265,10 @@ def _kept(path: Path, arch: str, title: str, note: Callable[[str], None]) -> Cod
     return Code(arch, title, hashlib.sha256(binary.cubin).hexdigest(), binary)
 
 
-def _keep(code: Code, path: Path, note: Callable[[str], None]) -> None:
-    """Atomically: another process may be writing the same. Where it fails, the compile is no worse for it."""
+def _keep(code: Code, path: Path) -> str:
+    """Atomically: another process may be writing the same. Where it fails, the reason; the compile is no worse for it."""
     try:
         kept.write(path, msgspec.msgpack.encode(code.made))
     except OSError as error:
-        note(f"kernel {code.title} is not kept for the next compile: {path.parent} cannot be written ({error.strerror})")
+        return error.strerror or str(error)
+    return ""

@@ -13,12 +13,12 @@ from triton.language.extra import libdevice
 
 from .primitives import INTERPRETED
 
-# ---- bf16. The interpreter's casts cut bits off, and lose what is below the normal range: there, bits are moved
+# ---- 16 bits. The interpreter's casts of bf16 cut bits off, and lose what is below the normal range: there, bits are moved
 
 @triton.jit
 def widen(x):
-    """bf16 as fp32."""
-    if INTERPRETED: return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    """bf16 or fp16 as fp32."""
+    if INTERPRETED and x.dtype == tl.bfloat16: return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else: return x.to(tl.float32)
 
 
@@ -37,6 +37,18 @@ def to_bf16(x):
     """An fp32 that was rounded as bf16."""
     if INTERPRETED: return (x.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else: return x.to(tl.bfloat16)
+
+
+@triton.jit
+def round_f16(x):
+    """fp32 to the nearest fp16, ties to even, kept as fp32."""
+    return x.to(tl.float16).to(tl.float32)
+
+
+@triton.jit
+def to_f16(x):
+    """An fp32 that was rounded as fp16."""
+    return x.to(tl.float16)
 
 
 # ---- signs, whole numbers, order

@@ -1,7 +1,7 @@
 """Loop regions in Triton: tiles of rows by columns. A reduction holds its rows in registers, or walks them in chunks once per depth.
 
 The text of a kernel follows from its region alone; tile sizes are constants of the launch, run-time sizes are arguments (i32). A program
-masks what lies past the live sizes, so a grid that was made for more does no harm. A bf16 value is an fp32 that was rounded.
+masks what lies past the live sizes, so a grid that was made for more does no harm. A bf16 or fp16 value is an fp32 that was rounded.
 """
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from .registry import Emit
 from .tiles import columns_of, index_type, rows_of, tile, walks
 from .worker import generated
 
-VALUE = {"f32": "tl.float32", "bf16": "tl.float32", "i64": "tl.int64", "i32": "tl.int32", "i16": "tl.int16", "i8": "tl.int8",
-         "u8": "tl.uint8", "bool": "tl.int1"}
+VALUE = {"f32": "tl.float32", "bf16": "tl.float32", "f16": "tl.float32", "i64": "tl.int64", "i32": "tl.int32", "i16": "tl.int16",
+         "i8": "tl.int8", "u8": "tl.uint8", "bool": "tl.int1"}
 """Triton's type of a value in a register."""
-FLOATS = ("f32", "bf16")
+FLOATS = ("f32", "bf16", "f16")
 BITS = {"i64": 64, "i32": 32, "i16": 16, "i8": 8, "u8": 8}
 
 INFIX = {"add": "+", "sub": "-", "mul": "*", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=", "and": "&",
@@ -39,7 +39,7 @@ OURS = {"max": "maximum", "min": "minimum", "not": "bit_not"}
 STACK = frozenset({"sin", "cos", "tan"})
 """libdevice reduces arguments past 105615 on a stack, beside which ptxas keeps a predicate or two (2 bytes on sm_80): a spill, it says."""
 EXACT = frozenset({"load", "const", "where", "max", "min", "neg", "abs", "sign", "floor", "ceil", "trunc", "round"})
-"""Of bf16 they give bf16."""
+"""Of 16 bits they give the same 16 bits."""
 
 
 def refuse(region: Region) -> str | None:
@@ -172,7 +172,7 @@ def _masked(region: Region, s: Stmt, start: str) -> str:
 
 def _start(s: Stmt) -> str:
     if s.op in ("sum", "prod"): return "0" if s.op == "sum" else "1"
-    if s.dtype in ("f32", "bf16"): return '-float("inf")' if s.op == "max" else 'float("inf")'
+    if s.dtype in FLOATS: return '-float("inf")' if s.op == "max" else 'float("inf")'
     low = 0 if s.dtype == "u8" else -(2 ** (BITS[s.dtype] - 1))
     return str(low if s.op == "max" else low + 2 ** BITS[s.dtype] - 1)
 
@@ -184,7 +184,7 @@ def _assign(region: Region, i: int) -> str:
 
 
 def _rounded(s: Stmt, value: str) -> str:
-    return f"elementwise.round_bf16({value})" if s.dtype == "bf16" else value
+    return f"elementwise.round_{s.dtype}({value})" if s.dtype in ("bf16", "f16") else value
 
 
 def _value(region: Region, s: Stmt, kinds: list[str]) -> str:
@@ -209,13 +209,13 @@ def _load(region: Region, s: Stmt) -> str:
     mask = [c for c, needed in (("in_rows", by_row), ("in_columns", by_column)) if needed] + [c for g in s.guards for c in _conditions(g)]
     at = _block(region, offset, by_row, by_column)
     value = f"tl.load(in{s.slot} + {at}{''.join((', ', ' & '.join(mask), ', other=0')) if mask else ''})"
-    return f"elementwise.widen({value})" if s.dtype == "bf16" else value
+    return f"elementwise.widen({value})" if s.dtype in ("bf16", "f16") else value
 
 
 def _store(region: Region, s: Stmt) -> str:
     mask = (["in_rows"] if region.rows else []) + (["in_columns"] if s.element else [])
     if region.col and not region.reductions and not s.element: mask.append("(chunk == 0)")
-    value = f"elementwise.to_bf16(v{s.args[0]})" if s.dtype == "bf16" else f"v{s.args[0]}"
+    value = f"elementwise.to_{s.dtype}(v{s.args[0]})" if s.dtype in ("bf16", "f16") else f"v{s.args[0]}"
     at = _block(region, s.offset or expr(0), bool(region.rows), s.element)
     return f"tl.store(out{s.slot} + {at}, {value}{', ' + ' & '.join(mask) if mask else ''})"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...runtime.artifact import Artifact, read
-from ...runtime.manifest import MANIFEST
+from ...runtime.manifest import GPU, MANIFEST
 from ...runtime.program import Kernel, Step
 from ..errors import UserError, nearest
 from .metrics import Metrics, PeaksOf, is_aten, of_artifact, of_stage
@@ -157,6 +157,10 @@ def _artifacts(a: Path, b: Path, bench: Sequence[Mapping[str, Any]], peaks: Peak
     measured = _comparable(bench, notes)
     with read(a) as before, read(b) as after:
         metrics = of_artifact(before, measured[0], peaks), of_artifact(after, measured[1], peaks)
+        for name, x, bench_of in zip("AB", (before, after), measured, strict=True):
+            if x.manifest.machine == GPU:
+                times = "prefill_ms" if bench_of else "decode_ms and prefill_ms"
+                notes.append(f"{times} of {name}: predicted from the data sheet of {x.manifest.target}, the least that the card allows")
         fields = {name: [getattr(x.manifest, name) for x in (before, after)] for name in _IDENTITY}
         graphs = [x.report().get("graphs", {}).get("final") for x in (before, after)]
         if not all(graphs): notes.append("an older infc compiled one of them and kept no graph in it: graph changes are not shown")

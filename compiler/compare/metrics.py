@@ -4,9 +4,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ...runtime.artifact import Artifact
-from ...runtime.manifest import BLOCK, Manifest
+from ...runtime.manifest import BLOCK, GPU, Manifest
 from ...runtime.program import ITEM_BYTES, Kernel, Program, Step
+from .. import targets
 from ..costs.cost import decode, kind_of, moved, phase_seconds, prefill, steps_of
+from ..costs.data_sheet import data_sheet
 from ..costs.peaks import Peaks
 from ..errors import UserError
 
@@ -63,7 +65,7 @@ def of_artifact(artifact: Artifact, bench: Mapping[str, Any] | None = None, peak
     """Every metric that is known of an artifact.
 
     bench: what `infc bench -o` wrote about this very artifact; UserError when it is about another. peaks: of this machine for an
-    instruction set, None where they were never measured; then no time is predicted.
+    instruction set, None where they were never measured; then no time is predicted. A GPU's are those of its data sheet.
     """
     manifest, report = artifact.manifest, artifact.report()
     programs = [artifact.program(bucket.name) for bucket in manifest.buckets]
@@ -75,7 +77,8 @@ def of_artifact(artifact: Artifact, bench: Mapping[str, Any] | None = None, peak
     if manifest.golden: found["golden_bound"] = manifest.golden.bound
     if "seconds" in report: found["compile_s"] = sum(report["seconds"].values())
     if final := report.get("graphs", {}).get("final"): found |= _calls(final)
-    if costs := report.get("costs"): found |= _costs(costs, peaks(costs["isa"]))
+    if costs := report.get("costs"):
+        found |= _costs(costs, data_sheet(targets.find(manifest.target)) if manifest.machine == GPU else peaks(costs["isa"]))
     return found | (_measured(bench, manifest) if bench else {})
 
 

@@ -68,6 +68,14 @@ def choice(text: str) -> Choice:
     return parse(text)
 
 
+class Unnamed(UserError):
+    """A line, counted from 0, that names no weight of the model."""
+
+    def __init__(self, line: int, where: str, why: str) -> None:
+        super().__init__(f"{where}: {why}" if where else why)
+        self.line, self.why = line, why
+
+
 @dataclass(frozen=True)
 class Recipe:
     """Lines in order. `schemes` applies them to a graph."""
@@ -115,14 +123,15 @@ class Recipe:
     def _check_names(self, graph: Graph, named: Iterable[Sequence[str]]) -> None:
         weights = list(dict.fromkeys(path for its in named for path in its))
         modules = {path for node in graph.nodes for path in node.meta.get("origin") or ()}
-        for line in self.lines:
+        for number, line in enumerate(self.lines):
             if any(map(line.matches, weights)): continue
-            at = f"{line.where}: " if line.where else ""
             if any(map(line.matches, modules)):
                 if line.choice is None: continue                     # it is wide, as asked
-                raise UserError(f"{at}{line.pattern!r} names only modules without a matrix that can be quantized; leave the line out")
+                why = "names only modules without a matrix that can be quantized; leave the line out"
+                raise Unnamed(number, line.where, f"{line.pattern!r} {why}")
             near = max(weights, key=lambda path: difflib.SequenceMatcher(None, line.pattern, path).ratio(), default=None)
-            raise UserError(f"{at}{line.pattern!r} names no module of the model" + (f"; the nearest is {near!r}" if near else ""))
+            why = "names no module of the model" + (f"; the nearest is {near!r}" if near else "")
+            raise Unnamed(number, line.where, f"{line.pattern!r} {why}")
 
 
 def widest(choices: Iterable[Scheme | None], k: int) -> Scheme | None:

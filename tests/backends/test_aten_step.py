@@ -7,6 +7,7 @@ import torch
 from golden import trace
 from infc.backends import aten as aten_backend
 from infc.backends.launch import Context, Out
+from infc.backends.loops import DTYPES
 from infc.compiler.errors import CheckFailed
 from infc.compiler.placement import place
 from infc.runtime import aten_step
@@ -17,7 +18,7 @@ CONTEXT = Context("portable", {"T": 16, "N": 4})
 
 
 def view(t: Tensor) -> View:
-    return View(t.data_ptr(), aten_backend.NAMES[t.dtype], tuple(t.shape))
+    return View(t.data_ptr(), DTYPES[t.dtype], tuple(t.shape))
 
 
 def replay(fn, *inputs: Tensor, dynamic=(), live: tuple[Tensor, ...] = (), dims: dict[str, int] | None = None):

@@ -49,10 +49,10 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def test_functions_are_as_accurate_as_pytorch():
-    """Every exponent of fp32, both signs; fp32, bf16 and fp64, with and without fused multiply-add."""
+    """Every exponent of fp32, both signs; fp32, bf16, fp16 and fp64, with and without fused multiply-add."""
     bits = torch.arange(-2**31, 2**31, 60_013, dtype=torch.int64).to(torch.int32).view(torch.float32)
     x = bits[~bits.isnan()].sort().values[:71_232].reshape(-1, 64)
-    inputs = [x, x.bfloat16(), (torch.randn(50, 64) * 3).double()]
+    inputs = [x, x.bfloat16(), x.half(), (torch.randn(50, 64) * 3).double()]
     cases = [quick_case(_called(fn), t) for fn in FUNCTIONS.values() for t in inputs]
     for runs in (compiled(cases), compiled(cases, extra=())):
         for c, run in zip(cases, runs, strict=True):
@@ -80,7 +80,7 @@ REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_reductions_over_odd_lengths(dtype):
     widths = (1, 31, 1023)
     cases, inputs = [], []
@@ -134,7 +134,8 @@ def test_the_sign_of_zero_and_every_bit():
         assert torch.equal(found, expected) and torch.equal(found.signbit(), expected.signbit()), c.kernels()
 
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
+          torch.bool)
 
 
 def _cast(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -148,6 +149,19 @@ def test_casts_between_all_dtypes():
     halves = torch.tensor([1.00390625, 1.01171875, -1.00390625, 3.3961e38, float("nan"), float("inf"), 1e-40])
     narrow = quick_case(lambda t: t.to(torch.bfloat16), halves)
     assert same(compiled([narrow])[0]()[0], halves.to(torch.bfloat16)), "ties to even, overflow to infinity, NaN stays"
+
+
+def test_fp16_by_its_bits():
+    """Every fp16 number as fp32 and back, and what lies between them: ties, the ends of the normal range, and past both."""
+    every = torch.arange(-2**15, 2**15).to(torch.int16).view(torch.float16)
+    numbers = every[every.isfinite()].float()
+    between = torch.cat([numbers + step * 2.0**-25 for step in (-1, 1)] + [numbers * (1 + step * 2.0**-12) for step in (-2, -1, 1, 2)])
+    past = torch.tensor([65519.996, 65520.0, 65536.0, 3e38, float("inf"), float("nan"), 2.0**-25, 2.0**-25 * 1.0001, 2.0**-26, 1e-40])
+    wide = torch.cat([numbers, between, past, -past])
+    cases = [quick_case(lambda t: t.float(), every), quick_case(lambda t: t.half(), wide)]
+    for c, run in zip(cases, compiled(cases), strict=True):
+        found, expected = run()[0], c.graph.run(*c.inputs)[0]
+        assert same(found, expected) and torch.equal(found.signbit() | found.isnan(), expected.signbit() | found.isnan())
 
 
 def test_integers_wrap():

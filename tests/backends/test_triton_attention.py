@@ -104,7 +104,7 @@ def test_other_dtypes(kind: str, dtype: torch.dtype, batch: str) -> None:
 
 
 @pytest.mark.parametrize("codes", ["int8", "fp8"])
-@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("batch", ["decode", "mixed"])
 def test_caches_of_codes(batch: str, dtype: torch.dtype, codes: str) -> None:
     check(step(KINDS["three to one"], BATCHES[batch], dtype, codes=codes))

@@ -48,7 +48,7 @@ def test_linear(bits: int, group: int, offset: bool, dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("rows", [2, 70])
-@pytest.mark.parametrize(("act_group", "dtype"), [(0, BF16), (32, BF16), (32, F32)], ids=str)
+@pytest.mark.parametrize(("act_group", "dtype"), [(0, BF16), (32, BF16), (32, F16), (32, F32)], ids=str)
 @pytest.mark.parametrize("offset", [False, True])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_rounded_rows(bits: int, offset: bool, act_group: int, dtype: torch.dtype, rows: int) -> None:

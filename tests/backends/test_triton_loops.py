@@ -25,7 +25,7 @@ from torch import Tensor
 from triton import language as tl
 
 randn = triton_env.randn
-BF16, F32, I32, I64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
+BF16, F16, F32, I32, I64 = torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64
 INF, NAN = float("inf"), float("nan")
 
 
@@ -110,7 +110,7 @@ WHOLE = {"i64": [-(2**63), 2**63 - 1, 2**33], "i32": [-(2**31), 2**31 - 1], "i16
 
 def values(kind: str) -> Tensor:
     if kind == "bool": return torch.tensor([False, True])
-    if kind in ("f32", "bf16"): return FLOATS.to(loops.TORCH[kind])
+    if kind in printer.FLOATS: return FLOATS.to(loops.TORCH[kind])
     small = [0, 1, 2, 3, 5, 7, 8, 31, 100] + ([] if kind == "u8" else [-1, -2, -3, -7, -100])
     return torch.tensor(WHOLE[kind] + small, dtype=loops.TORCH[kind])
 
@@ -129,7 +129,7 @@ def test_primitives(op: str) -> None:
     for kind in sorts(op):
         x = values(kind)
         inputs = [x] if arity(op) == 1 else [t.reshape(-1) for t in torch.meshgrid(x, x, indexing="ij")]
-        if op in ("idiv", "fmod") and kind not in ("f32", "bf16"):                 # by 0, and past the largest: no number in C either
+        if op in ("idiv", "fmod") and kind not in printer.FLOATS:                 # by 0, and past the largest: no number in C either
             usual = (inputs[1] != 0) & (inputs[1] != -1)
             inputs = [t[usual] for t in inputs]
         region = primitive(op, [kind] * len(inputs), "bool" if op in COMPARE else kind, len(inputs[0]))
@@ -173,13 +173,18 @@ def test_casts(old: str) -> None:
 def test_casts_round_to_nearest_even() -> None:
     halves = torch.tensor([1.00390625, 1.01171875, -1.00390625, 3.3961e38, NAN, INF, -INF, 1e-40, -1e-40, 0.0, 257.0, 1e-45])
     assert same(execute(primitive("cast", ["f32"], "bf16", 12), {}, [halves])[0], halves.bfloat16())
+    halves = torch.cat([halves, torch.tensor([65519.996, 65520.0, 2.0**-25, 2.0**-25 * 1.0001, 2.0**-24 * 1.5, 6e-5, -2.5 * 2.0**-24,
+                                              1.00048828125, 2049.0])])
+    assert same(execute(primitive("cast", ["f32"], "f16", len(halves)), {}, [halves])[0], halves.half())
+    every = torch.arange(-2**15, 2**15).to(torch.int16).view(F16)
+    assert same(execute(primitive("cast", ["f16"], "f32", len(every)), {}, [every])[0], every.float())
     whole = torch.tensor([2**24 + 1, 2**24 + 3, -(2**31), 257, 2**53 + 1, -(2**63), 2**63 - 1])
     assert same(execute(primitive("cast", ["i64"], "f32", 7), {}, [whole])[0], whole.float())
 
 
 CONSTANTS = [("f32", 0.1), ("f32", INF), ("f32", -INF), ("f32", NAN), ("f32", -0.0), ("f32", 1e-40), ("f32", 3.4028234663852886e38),
-             ("f32", 1e39), ("bf16", 0.1), ("bf16", 3.3961e38), ("i64", -(2**63)), ("i64", 2**63 - 1), ("i32", -(2**31)), ("i8", -128),
-             ("u8", 255), ("i16", -32768), ("bool", True), ("bool", False)]
+             ("f32", 1e39), ("bf16", 0.1), ("bf16", 3.3961e38), ("f16", 0.1), ("f16", 65520.0), ("i64", -(2**63)),
+             ("i64", 2**63 - 1), ("i32", -(2**31)), ("i8", -128), ("u8", 255), ("i16", -32768), ("bool", True), ("bool", False)]
 
 
 @pytest.mark.parametrize(("kind", "value"), CONSTANTS, ids=str)
@@ -251,7 +256,7 @@ def test_functions_are_as_accurate_as_pytorch(name: str) -> None:
     """Every exponent of fp32, both signs."""
     bits = torch.arange(-2**31, 2**31, 480_013, dtype=torch.int64).to(torch.int32).view(F32)
     x = bits[~bits.isnan()].sort().values[:8_896].reshape(-1, 64)
-    for t in (x, x.bfloat16()): judged(quick_case(called(FUNCTIONS[name]), t))
+    for t in (x, x.bfloat16(), x.half()): judged(quick_case(called(FUNCTIONS[name]), t))
 
 
 REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -268,7 +273,7 @@ SUMS = ("sum", "mean", "first_axis", "all")
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 def test_reductions_over_odd_lengths(dtype: torch.dtype, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of numbers of both signs; a sum alone of positive ones, as what cancels has no size to judge it by."""
     for constant, value in FORMS[form].items(): monkeypatch.setattr(tiles, constant, value)
@@ -284,7 +289,7 @@ def test_reductions_of_special_values(form: str, monkeypatch: pytest.MonkeyPatch
     rows = torch.tensor([[1.0, INF, 2.0], [-INF, -INF, -INF], [NAN, 1.0, 2.0], [INF, -INF, 0.0], [-INF, 3.0, 1.0], [NAN, NAN, -NAN],
                          [-0.0, -1e-40, -1e-45]])
     for fn in (*(REDUCTIONS[n] for n in ("amax", "amin", "softmax", "log_softmax", "logsumexp", "sum")), lambda x: x.prod(-1)):
-        for x in (rows, rows.bfloat16()): judged(quick_case(called(fn), x), ulps=2 if x.dtype == F32 else 1)
+        for x in (rows, rows.bfloat16(), rows.half()): judged(quick_case(called(fn), x), ulps=2 if x.dtype == F32 else 1)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -320,8 +325,8 @@ def test_the_sign_of_zero_and_every_bit() -> None:
     x = torch.tensor([0.0, -0.0, 1e-42, -1e-42, INF, -1.0, 0.3, -0.3])
     fns: list[Callable[[Tensor], Tensor]] = [
         lambda t: -t, lambda t: t * -1.0, lambda t: t + -0.0, lambda t: torch.where(t == 0, t, -t), lambda t: t.to(BF16),
-        lambda t: torch.cat([t, -t]), lambda t: t.abs(), lambda t: t / -3.0, lambda t: 1.0 / t, torch.trunc, torch.floor, torch.ceil,
-        lambda t: t.round(), lambda t: t.flip(0)]
+        lambda t: t.to(F16), lambda t: torch.cat([t, -t]), lambda t: t.abs(), lambda t: t / -3.0, lambda t: 1.0 / t, torch.trunc,
+        torch.floor, torch.ceil, lambda t: t.round(), lambda t: t.flip(0)]
     for fn in fns:
         c = quick_case(called(fn), x)
         f, expected = found(c)[0], c.graph.run(x)[0]
@@ -462,7 +467,7 @@ def test_rope_and_softmax_build(tmp_path: Path) -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a", "sm_100a"])
 def test_everything_builds(arch: str, tmp_path: Path) -> None:
     square, softmax = torch.ones(64, 64), REDUCTIONS["softmax"]
-    lengths = [torch.ones(512, n, dtype=dtype) for n in (64, 576, 16_384, 50_000) for dtype in (BF16, F32)]
+    lengths = [torch.ones(512, n, dtype=dtype) for n in (64, 576, 16_384, 50_000) for dtype in (BF16, F16, F32)]
     dynamic = case(softmax, randn(4, 6), dynamic=({0: "T", 1: "N"},))
     assert asked(dynamic, T=2**20, N=4096)[0].constants["INDEX"] == tl.int64
     builds([ROPE, HEAVY, dynamic], arch, tmp_path, T=2**26, N=4096)

@@ -1,5 +1,5 @@
 """Whole programs for a GPU, their kernels interpreted: every bucket, chunked prompts, a mixed batch, padding; against fp64."""
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,21 +8,22 @@ import torch
 from triton_env import kernels  # first: kernels of this process are interpreted
 
 from decoders import llama  # isort: skip
-from infc.backends.host_device import HostDevice
+from infc.backends.host_device import HostDevice, Recording
 from infc.backends.triton.device import interpreter
 from infc.compiler import driver
 from infc.compiler.driver import Hooks, Options
 from infc.compiler.errors import CheckFailed
 from infc.runtime import golden
 from infc.runtime.artifact import read
-from infc.runtime.device import Copy
+from infc.runtime.device import Copy, OutOfMemory, Work
 from infc.runtime.errors import RuntimeFault
 from infc.runtime.session import Model, load
 
 BUCKETS = (1, 4, 16)
-KINDS = {"bf16": Options(), "fp32": Options(dtype="fp32"), "int8 KV": Options(kv_quant="int8", unverified=True),
-         "fp8 KV": Options(kv_quant="fp8", unverified=True), "w4": Options(quant="w4", quant_method="rtn", unverified=True)}
-FAST = ("bf16", "int8 KV", "fp8 KV")
+KINDS = {"bf16": Options(), "fp16": Options(dtype="fp16"), "fp32": Options(dtype="fp32"),
+         "int8 KV": Options(kv_quant="int8", unverified=True), "fp8 KV": Options(kv_quant="fp8", unverified=True),
+         "w4": Options(quant="w4", quant_method="rtn", unverified=True)}
+FAST = ("bf16", "fp16", "int8 KV", "fp8 KV")
 
 
 def compiled(folder: Path, options: Options, bounds: driver.Bounds) -> Path:
@@ -84,6 +85,17 @@ def test_replays_move_nothing(model: Model) -> None:
     assert model.counters["misses"] == before["misses"] and model.counters["hits"] == before["hits"] + 3
 
 
+def test_the_static_buffer_of_the_device_is_handed_out(model: Model) -> None:
+    """Where the last step left its logits: the same place each time, overwritten by the next step; a copy by default."""
+    with model.sequence() as sequence:
+        first = model.step([sequence], [[1, 2]], logits="all", copy=False).logits[0]
+        assert first.shape == (2, model.manifest.model.vocab) and (first == model.executor.logits(2)).all() and not first.flags.writeable
+        kept = first.copy()
+        copied = model.step([sequence], [[3]]).logits[0]
+        assert (first[0] == copied[0]).all() and (first[0] != kept[0]).any() and copied.flags.writeable
+        assert model.step([sequence], [[4]], copy=False).logits[0].ctypes.data == first.ctypes.data
+
+
 def test_wrong_work_is_seen() -> None:
     device = HostDevice("sm_90a")
     first, second = device.allocate(64, "arena"), device.host(64)
@@ -103,8 +115,36 @@ class Failing(HostDevice):
         raise RuntimeFault("the GPU's context is lost")
 
 
-def test_what_cannot_be_loaded_says_why(tmp_path: Path) -> None:
-    path = compiled(tmp_path, KINDS["bf16"], driver.Bounds())
+class Full(HostDevice):
+    """A device with room for two recordings."""
+
+    def __init__(self, arch: str) -> None:
+        super().__init__(arch)
+        self.kept: list[Recording] = []
+
+    def record(self, work: Sequence[Work]) -> Recording:
+        if sum(bool(one.work) for one in self.kept) == 2: raise OutOfMemory("no room for a recording", 4096, 512)
+        self.kept.append(super().record(work))
+        return self.kept[-1]
+
+
+def test_a_full_device_keeps_fewer_buckets_and_says_so(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", "infc"), load(path, device=Full("sm_90a"), kv_tokens=64) as model:
+        assert {k: model.counters[k] for k in ("entries", "crowded", "evictions")} == {"entries": 2, "crowded": 1, "evictions": 0}
+        model._table(model._buckets[0])                                   # decode is prepared again, and the next one goes
+        model._table(model._buckets[2])
+        assert model.counters["crowded"] == 2
+    assert [record.name for record in caplog.records] == ["infc"] * 2
+    assert "bucket step_T16: it takes at least 4096 bytes, 512 are free; step_T1 goes" in caplog.text
+    assert "bucket step_T1: " in caplog.text
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compiled(tmp_path_factory.mktemp("plain"), KINDS["bf16"], driver.Bounds())
+
+
+def test_what_cannot_be_loaded_says_why(path: Path) -> None:
     with pytest.raises(RuntimeFault, match="context is lost"): load(path, device=Failing("sm_90a"))
     with pytest.raises(RuntimeFault, match=r"built for sm_90a.*sm_80"): load(path, device=HostDevice("sm_80"))
 

@@ -10,25 +10,11 @@ from infc.compiler.errors import CheckFailed, UserError
 from infc.compiler.ir import argument, target_name
 from infc.compiler.ops import infc
 from infc.compiler.prefixes import first_bad
-from infc.compiler.rewrite import Pass
 from infc.passes import fuse_rms_norm, fuse_swiglu, page_kv_cache, rewrite_attention
-from planted import FP32, TAIL, decoder, plant
+from planted import FP32, TAIL, decoder, plant, spoil
 from tiny_artifact import infc as command_line
 
 OPTIONS = driver.Options(buckets=(1, 16))
-
-
-def spoil(monkeypatch: pytest.MonkeyPatch, module, change) -> None:
-    """Let the pass of a module call change(graph, node) on each node that it makes."""
-    real = module.PASS
-
-    def run(graph, report):
-        old = set(graph.nodes)
-        fired = real.apply(graph, report)
-        for node in [n for n in graph.nodes if n not in old]: change(graph, node)
-        return fired
-
-    monkeypatch.setattr(module, "PASS", Pass(real.name, run, real.contract, real.requires, real.provides, real.check))
 
 
 def of(node, place: str) -> bool:

@@ -1,4 +1,6 @@
 """What an artifact lacks to run on a machine, from a manifest alone."""
+import platform
+
 import msgspec
 import pytest
 from infc.compiler.fits import missing_flags, notes, reasons
@@ -34,6 +36,16 @@ def test_a_cpu_artifact_needs_its_flags() -> None:
     assert missing_flags(made, TARGETS["x86-64-v4"]) == ["amx_fp64"]
     assert reasons(made, TARGETS["x86-64-v3"]) == ["needs amx_fp64, avx512f, which x86-64-v3 lacks; compile it with --target x86-64-v3"]
     assert reasons(on_cpu("avx2"), TARGETS["x86-64-v3"]) == [] == notes(on_cpu("avx2"), TARGETS["x86-64-v3"])
+
+
+@pytest.mark.parametrize("name", [name for name, target in TARGETS.items() if not target.gpu])
+def test_code_of_another_machine(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flags say nothing of it: the code of aarch64 needs none of x86_64's. What is portable is so to where it is compiled."""
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    assert reasons(msgspec.structs.replace(on_cpu(), machine="aarch64"), TARGETS[name]) == [
+        f"compiled for aarch64 CPUs, {name} is an x86_64 CPU here; compile it with --target {name} on one"]
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert (reasons(msgspec.structs.replace(on_cpu(), machine="aarch64"), TARGETS[name]) == []) == (name == "portable")
 
 
 @pytest.mark.parametrize("name", GPUS)

@@ -57,6 +57,15 @@ def test_the_graph_is_transformers_model(folder: Path) -> None:
     assert all("hf" not in origin.split(".") for node in graph.nodes for origin in node.meta["origin"])
 
 
+def test_a_checkpoint_in_fp16_is_captured_in_fp32(folder: Path) -> None:
+    """Each weight as it is stored, exactly; the arithmetic is fp32's."""
+    transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float16).save_pretrained(folder)
+    stored = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    graph = capture(folder)
+    assert stored.dtype == torch.float16 and {w.dtype for w in graph.weights.values() if w.is_floating_point()} == {torch.float32}
+    assert torch.equal(graph.weights["model_embed_tokens_weight"], stored.float())
+
+
 def test_meta(folder: Path) -> None:
     _, meta = load(folder)
     assert (meta["architecture"], meta["layers"], meta["q_heads"], meta["kv_heads"], meta["head_dim"]) == ("llama", 2, 6, 2, 8)

@@ -131,8 +131,9 @@ PASSES = (
     _pass("sampling: top-k off by one", "llama", CHECK, "sample_tokens", "*settings), like",
           "settings[0], emit(graph, aten.add.Tensor, (settings[1], 1), like=graph.output), *settings[2:]), like"),
     # precision
-    _pass("narrow: weights rounded twice, through 8 bits", "llama", CHECK, "narrow_dtype", "graph.weights[str(weight.target)].to(NARROW)",
-          "graph.weights[str(weight.target)].to(torch.float8_e4m3fn).to(NARROW)", dtype="bf16"),
+    _pass("narrow: weights rounded twice, through 8 bits", "llama", CHECK, "narrow_dtype",
+          "graph.weights[str(weight.target)].to(casts.dtype)",
+          "graph.weights[str(weight.target)].to(torch.float8_e4m3fn).to(casts.dtype)", dtype="bf16"),
     # codes
     _pass("codes: the scales of one weight doubled", "llama", CHECK, "quantize_weights", '"scale": found.scale,',
           '"scale": found.scale * 2 if name.endswith("down_weight") else found.scale,', dtype="w8"),
@@ -152,11 +153,11 @@ PASSES = (
           "args = [*node.args[:at], *held, *node.args[at + 2:]]",
           "args = [*node.args[:at], *(held if node is write else [*held[:3], held[1]]), *node.args[at + 2:]]", dtype="kv int8"),
     _pass("narrow: norms sum squares of 8-bit values", "llama", CHECK, "narrow_dtype",
-          "        for cast in casts.values(): _absorb(cast)\n",
+          "        for cast in casts.made.values(): _absorb(cast)\n",
           "        for n in [n for n in graph.nodes if n.target is infc.rms_norm.default]:\n"
           "            low = emit(graph, aten._to_copy.default, (n.args[0],), {'dtype': torch.float8_e4m3fn}, like=n)\n"
           "            n.update_arg(0, emit(graph, aten._to_copy.default, (low,), {'dtype': WIDE}, like=n))\n"
-          "        for cast in casts.values(): _absorb(cast)\n", dtype="bf16"),
+          "        for cast in casts.made.values(): _absorb(cast)\n", dtype="bf16"),
 )
 
 
@@ -293,11 +294,9 @@ RUNTIME_FAULTS = (
     _runtime("a free block handed out twice", "blocks", "self._fresh += len(fresh)", "self._fresh += 0"),
     _runtime("a freed block reused while it is owned", "blocks", "again = [self._used.pop() for _ in range(min(count, len(self._used)))]",
              "again = [self._used[-1] for _ in range(min(count, len(self._used)))]"),
-    _runtime("logits of an older step", "cpu",
-             'return np.frombuffer(self.views["logits"][:rows * vocab], np.float32).reshape(rows, vocab).copy()',
-             "return self.__dict__.setdefault('old', {}).setdefault(rows, np.frombuffer(self.views['logits'][:rows * vocab], np.float32)"
-             ".reshape(rows, vocab).copy())"),
-    _runtime("logits that the next step writes over", "cpu", ".reshape(rows, vocab).copy()", ".reshape(rows, vocab)"),
+    _runtime("logits of an older step", "cpu", "if copy: return found.copy()",
+             "if copy: return self.__dict__.setdefault('old', {}).setdefault(rows, found.copy())"),
+    _runtime("logits that the next step writes over", "cpu", "if copy: return found.copy()", "if copy: return found"),
     _runtime("a chunk counted as one token", "stepper", "work.sequence.length += len(work.tokens)", "work.sequence.length += 1"),
     _runtime("another bucket's program", "stepper", "Key(manifest.version, manifest.dtype, bucket.name)",
              'Key(manifest.version, manifest.dtype, "")'),

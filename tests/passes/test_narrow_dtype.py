@@ -1,11 +1,11 @@
-"""narrow_dtype: bf16 weights, product inputs and caches; fp32 sums; no further from fp32 than eager bf16."""
+"""narrow_dtype: weights, product inputs and caches in 16 bits; fp32 sums; no further from fp32 than eager PyTorch in those."""
 import pytest
 import torch
 from decoders import before, captured, llama
 from golden import filecheck, trace
 from infc.compiler.divergence import divergences
 from infc.compiler.errors import CheckFailed
-from infc.compiler.ir import fake_propagate, text, verify
+from infc.compiler.ir import fake_propagate, target_name, text, verify
 from infc.compiler.rewrite import Report
 from infc.passes import fuse_linear_epilogue, narrow_dtype
 from torch import nn
@@ -15,6 +15,10 @@ PASS = narrow_dtype.PASS
 
 def step(**changes):
     return before(captured(llama(**changes)), "narrow_dtype")
+
+
+def fp16() -> Report:
+    return Report("narrow_dtype", options={"dtype": "fp16"})
 
 
 def test_narrows_a_step_graph():
@@ -61,6 +65,49 @@ def test_the_bound_catches_coarser_weights():
     graph.weights = {n: (w * 64).round() / 64 if w.dtype == torch.bfloat16 else w for n, w in graph.weights.items()}
     with pytest.raises(CheckFailed, match="KL to fp32"):
         narrow_dtype.check(was, graph)
+
+
+def test_fp16_is_the_same_rewrite_with_a_bound_of_its_own():
+    """Eager fp16 is the yardstick: three more bits, 64 times less KL."""
+    was = step()
+    wide, graph = was.copy(), was.copy()
+    assert PASS.apply(graph, fp16()) == PASS.apply(wide)
+    assert text(graph).replace("f16", "bf16") == text(wide)
+    found = narrow_dtype.check(was, graph)
+    assert 0 < found.error <= found.bound < narrow_dtype.check(was, wide).bound / 8 and "eager fp16" in found.promise
+
+
+def test_what_overflows_fp16_is_refused_by_name():
+    """A gate whose product passes 65504: bf16 holds it, fp16 does not."""
+    was = step()
+    at, = [n for n in was.nodes if target_name(n.target) == "infc.linear_swiglu"][:1]
+    was.weights[str(at.args[1].target)] *= 3e4
+    graph = was.copy()
+    PASS.apply(graph, fp16())
+    with pytest.raises(CheckFailed, match=r"%linear_swiglu overflows: its values reach \S+, and fp16 ends at 65504; use --dtype bf16"):
+        narrow_dtype.check(was, graph)
+    wide = was.copy()
+    PASS.apply(wide)
+    narrow_dtype.check(was, wide)
+
+
+def test_a_cache_that_overflows_is_refused_too():
+    was = step()
+    at, = [n for n in was.nodes if target_name(n.target) == "infc.rope_kv_write"][:1]
+    weight = was.weights[str(at.args[0].args[1].target)]
+    weight[-2 * 8:] *= 1e6                                                        # the rows of v: q and k stay small
+    graph = was.copy()
+    PASS.apply(graph, fp16())
+    with pytest.raises(CheckFailed, match="rope_kv_write overflows"): narrow_dtype.check(was, graph)
+
+
+def test_a_weight_beyond_fp16_stays_wide():
+    was, report = step(), fp16()
+    at, = [n for n in was.nodes if target_name(n.target) == "infc.linear_swiglu"][:1]
+    was.weights[str(at.args[1].target)][0, 0] = 7e4
+    graph = was.copy()
+    assert PASS.apply(graph, report) == 10 and graph.weights[str(at.args[1].target)].dtype == torch.float32
+    assert list(report.refused.values()) == ["it holds 7e+04, and fp16 ends at 65504"]
 
 
 def test_other_readers_get_a_cast_not_a_narrow_value():

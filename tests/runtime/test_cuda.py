@@ -288,6 +288,7 @@ def nodes(driver: FakeDriver) -> list[SimpleNamespace]:
 
 
 def test_says_what_it_is(device):
+    assert device.torch_stream == int(device.stream)
     assert (device.name, device.arch, device.torch_device) == ("NVIDIA H200", "sm_90", "cuda:0")
     assert (device.multiprocessors, device.total_memory, device.driver_version) == (132, 1 << 30, "13.1")
 
@@ -428,8 +429,9 @@ def test_no_room_for_a_recording(device, driver, function):
     device.load(POLY, code(POLY))
     before = driver.left()
     driver.fails[function] = Result.CUDA_ERROR_OUT_OF_MEMORY
-    with pytest.raises(OutOfMemory, match=r"no room for a graph of 1 steps: NVIDIA H200: .*CUDA_ERROR_OUT_OF_MEMORY"):
+    with pytest.raises(OutOfMemory, match=r"no room for a graph of 1 steps: NVIDIA H200: .*CUDA_ERROR_OUT_OF_MEMORY") as full:
         device.record([Launch(POLY, (1, 1, 1), (0, 0))])
+    assert (full.value.wanted, full.value.free) == (16, device.free_memory())
     assert driver.left() == before
     driver.fails.clear()
     device.record([Launch(POLY, (1, 1, 1), (0, 0))])
@@ -666,3 +668,12 @@ def test_the_bindings_take_our_nodes():
     assert (int(into.dstDevice), into.srcHost, int(into.srcMemoryType), int(into.dstMemoryType)) == (11, 22, 1, 2)
     assert (out.dstHost, int(out.srcDevice), int(out.srcMemoryType), int(out.dstMemoryType)) == (11, 22, 2, 1)
     assert {(node.WidthInBytes, node.Height, node.Depth) for node in (into, out)} == {(33, 1, 1)}
+
+
+def test_memory_is_handed_out_where_it_lies() -> None:
+    """As the CUDA array interface has it; rows of it are further on in the same memory."""
+    whole = CudaDevice(driver=FakeDriver()).array(4096, (6, 5))
+    assert whole.__cuda_array_interface__ == {"shape": (6, 5), "typestr": "<f4", "data": (4096, False), "version": 3, "strides": None}
+    part = whole[2:4]
+    assert (part.shape, part.address) == ((2, 5), 4096 + 2 * 5 * 4) and part[1:].address == 4096 + 3 * 5 * 4
+    assert whole[4:2].shape == (0, 5)

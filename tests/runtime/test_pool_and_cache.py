@@ -120,16 +120,18 @@ def test_every_part_of_the_key_counts(other):
     assert cache.get(key("a"), 0, lambda: Entry(1)) is not cache.get(other, 0, lambda: Entry(1))
 
 
-def test_a_device_that_is_full_makes_room() -> None:
+def test_a_device_that_is_full_makes_room(caplog: pytest.LogCaptureFixture) -> None:
     cache: ReplayCache[Entry] = ReplayCache(1000)
     kept = [cache.get(key(name), 0, lambda: Entry(1)) for name in "ab"]
     room = [False, False, True]
 
     def make() -> Entry:
-        if not room.pop(0): raise OutOfMemory("no room for the recording")
+        if not room.pop(0): raise OutOfMemory("no room for the recording", 700, 500)
         return Entry(1)
 
-    cache.get(key("c"), 0, make)
+    with caplog.at_level("WARNING", "infc"): cache.get(key("c"), 0, make)
+    assert [r.name for r in caplog.records] == ["infc"]                  # once a bucket, though two had to go
+    assert "bucket c: it takes at least 700 bytes, 500 are free; a goes" in caplog.text
     assert all(entry.closed for entry in kept)
     assert {k: cache.counters()[k] for k in ("crowded", "evictions", "entries")} == {"crowded": 2, "evictions": 0, "entries": 1}
     room[:] = [False] * 3

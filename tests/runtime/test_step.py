@@ -37,6 +37,29 @@ def test_outputs_stay_what_they_are(fake, model):
             assert np.array_equal(values, [fake.logits(list(range(i + 1)))])
 
 
+def test_the_static_buffer_is_handed_out_on_request(fake, model):
+    """The same memory at every step: what was there is overwritten, and nobody can write to it."""
+    with model.sequence() as a, model.sequence() as b:
+        first = model.step([a, b], [[1, 2, 3], [4]], copy=False)
+        assert np.array_equal(first.logits[0], [fake.logits([1, 2, 3])]) and np.array_equal(first.logits[1], [fake.logits([4])])
+        with pytest.raises(ValueError, match="read-only"): first.logits[0][0, 0] = 1
+        second = model.step([a], [[5]], copy=False)
+        assert first.logits[0].ctypes.data == second.logits[0].ctypes.data
+        assert np.array_equal(first.logits[0], [fake.logits([1, 2, 3, 5])])
+        kept = model.step([a], [[6]]).logits[0]
+        assert kept.ctypes.data != second.logits[0].ctypes.data and kept.flags.owndata
+
+
+def test_the_static_buffer_holds_one_step(fake, model):
+    with model.sequence() as a, model.sequence() as b:
+        with pytest.raises(RuntimeFault, match=r"run in \d+ steps, each of which overwrites"):
+            model.step([a, b], [[1] * 90, [2] * 90], logits="all", copy=False)
+        assert (a.length, b.length) == (0, 0)
+        long = model.step([a], [[1] * 200], copy=False)                 # chunks, of which the last alone has logits
+        assert np.array_equal(long.logits[0], [fake.logits([1] * 200)])
+        assert model.step([a], [[2] * 20], logits="none", copy=False).logits == []
+
+
 def test_no_logits(fake, model):
     with model.sequence() as s:
         result = model.step([s], [[5, 6]], logits="none")

@@ -17,6 +17,24 @@ inline float round_bf16(float x) {
   return __builtin_bit_cast(float, x != x ? 0x7fc00000u : rounded);
 }
 
+// fp16 by its bits, as a CPU may lack the conversions. Adding 0.5 puts what is below the normal range at the end of a float's fraction.
+inline float from_f16(uint16_t x) {
+  const uint32_t size = (x & 0x7fffu) << 13;
+  const float below = __builtin_bit_cast(float, 0x3f000000u + (x & 0x3ffu)) - 0.5f;
+  const uint32_t usual = size + ((x & 0x7c00u) == 0x7c00u ? 0x70000000u : 0x38000000u);
+  return __builtin_bit_cast(float, ((x & 0x7c00u) ? usual : __builtin_bit_cast(uint32_t, below)) | uint32_t(x & 0x8000u) << 16);
+}
+
+// To the nearest, ties to even.
+inline uint16_t to_f16(float x) {
+  const uint32_t u = __builtin_bit_cast(uint32_t, x), size = u & 0x7fffffffu;
+  const uint32_t below = __builtin_bit_cast(uint32_t, __builtin_bit_cast(float, size) + 0.5f) - 0x3f000000u;
+  const uint32_t usual = size >= 0x47800000u ? 0x7c00u : (size - 0x38000000u + 0xfffu + ((size >> 13) & 1u)) >> 13;
+  return uint16_t((size > 0x7f800000u ? 0x7e00u : size < 0x38800000u ? below : usual) | (u >> 16 & 0x8000u));
+}
+
+inline float round_f16(float x) { return from_f16(to_f16(x)); }
+
 // Signed overflow wraps, as PyTorch's does.
 template <class T> using unsigned_of = std::make_unsigned_t<std::conditional_t<std::is_integral_v<T> && !std::is_same_v<T, bool>, T, int>>;
 template <class T> inline T add(T a, T b) {
