@@ -1,4 +1,4 @@
-"""The command line: `infc compile run inspect verify check bench targets models`.
+"""The command line: `infc compile run inspect verify tune check bench targets models`.
 
 Results go to stdout (with --json one JSON document and nothing else), progress and errors to stderr. A user's mistake is
 one line and exit code 2, a failed check is 1, Ctrl-C is 130. `infc run` must start fast, so nothing heavy is imported

@@ -36,6 +36,9 @@ TOGETHER = 32
 CONTEXT = 1024
 """Tokens before those of the step, in every sequence that attention reads; fewer where the model or its KV pool holds fewer."""
 
+GOLDEN_TOKENS = 8192
+"""Room of the KV pool for the golden prompts: more than all of them together, twice."""
+
 MARGIN = 0.02
 """By how much a candidate must be faster than the one it replaces: less than that is noise of clocks."""
 
@@ -76,14 +79,17 @@ def tune(
     source, target = Path(path), Path(path if output is None else output)
     if rounds < 5: raise RuntimeFault(f"rounds is {rounds}; medians want 5 or more")
     refuse_existing(target, force)
-    with read(source) as artifact: _check(artifact)
-    with load(source, device=device) as model:
+    with read(source) as artifact:
+        _check(artifact)
+        buckets, most = artifact.manifest.buckets, artifact.manifest.model.max_positions
+    context = min(CONTEXT, most - 1)
+    room = max(_sequences(bucket, most) * (context + 2 * BLOCK) + bucket.bucket["T"] for bucket in buckets) + GOLDEN_TOKENS
+    with load(source, device=device, kv_tokens=room) as model:
         device = _gpu(model).device
-        programs = [model.artifact.program(bucket.name) for bucket in model.manifest.buckets]
-        context = min(CONTEXT, model.limits.positions - 1)
+        programs = [model.artifact.program(bucket.name) for bucket in buckets]
         choices = dict[str, list[Choice]]()
         cold = (device.allocate(2 * device.l2_bytes, "memory that empties the L2"), 2 * device.l2_bytes)
-        for bucket, program in zip(model.manifest.buckets, programs, strict=True):
+        for bucket, program in zip(buckets, programs, strict=True):
             note(f"{bucket.name}: {sum(len(c.candidates) > 1 for c in program.choices)} choices, {rounds} rounds")
             choices[bucket.name] = [_with_times(choice, us) for choice, us in zip(
                 program.choices, _measured(model, bucket, program, context, rounds, cold), strict=True)]
@@ -139,11 +145,15 @@ def _measured(
             yield [median(found) for found in times]
 
 
+def _sequences(bucket: BucketInfo, most: int) -> int:
+    """Of a step that fills a bucket: as many as tokens where it holds them, a token each; else as few as hold them, at `most` tokens."""
+    return bucket.bucket["T"] if bucket.bucket["T"] <= bucket.bucket["N"] else -(-bucket.bucket["T"] // most)
+
+
 def _works(model: Model, bucket: BucketInfo, context: int, opened: ExitStack) -> list[Work]:
-    """A step that fills a bucket: as many sequences as tokens where it holds them, a token each; else as few as hold the tokens."""
-    tokens, most = bucket.bucket["T"], model.limits.positions
-    count = tokens if tokens <= bucket.bucket["N"] else -(-tokens // most)
-    works = []
+    """A step that fills a bucket, behind as much context as there is room for."""
+    tokens, most, works = bucket.bucket["T"], model.limits.positions, list[Work]()
+    count = _sequences(bucket, most)
     for index in range(count):
         new = tokens // count + (index < tokens % count)
         before = max(0, min(context, most - new, model.pool.count // count * BLOCK - new))
