@@ -138,6 +138,12 @@ class Program(msgspec.Struct, frozen=True, omit_defaults=True):
                 for c in choices)
         return msgspec.structs.replace(self, steps=tuple(steps), choices=tuple(kept))
 
+    def untuned(self) -> "Program":
+        """The program as it was compiled, whatever `infc tune` found since."""
+        return self.with_choices([msgspec.structs.replace(
+            choice, chosen=0, candidates=tuple(msgspec.structs.replace(c, measured_us=0.0) for c in choice.candidates))
+            for choice in self.choices])
+
 
 def steps_of(candidate: Candidate, call: Call, first: Step) -> list[Step]:
     """A candidate's steps for one call, of which `first` is a program's first: what it counts and where it comes from stay."""

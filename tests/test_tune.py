@@ -20,6 +20,7 @@ from infc.runtime.errors import RuntimeFault
 from infc.runtime.golden import GoldenReport
 from infc.runtime.gpu import GpuExecutor
 from infc.runtime.program import Program, steps_of
+from infc.runtime.session import load
 from infc.runtime.tune import Tuned, tune
 from tiny_artifact import infc, tiny
 
@@ -56,7 +57,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
     hooks = driver.Hooks(lambda graph: driver._run_passes(graph, options, lambda event: None), keep)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(verification, "SHORT", (3,))                      # golden prompts: a kernel that is interpreted takes its time
-        path = driver.compile(llama(), tmp_path_factory.mktemp("tune") / "llama.infc", options=options, hooks=hooks).artifact
+        folder = tmp_path_factory.mktemp("tune")
+        path = driver.compile(llama(max_positions=512), folder / "llama.infc", options=options, hooks=hooks).artifact
     yield Made(path, interpreter("sm_90a", programs(path), bounds), bounds)
 
 
@@ -238,9 +240,16 @@ def test_what_cannot_be_tuned_says_why(made: Made, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_the_weights_of_an_artifact_that_was_not_tuned_fit(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert quick(made, tmp_path / "tuned.infc", programs_run, monkeypatch).info.changed
+    assert [program.untuned() for program in programs(tmp_path / "tuned.infc")] == made.programs()
+    monkeypatch.setattr("infc.runtime.golden.replay", lambda model, buckets=(), brief=False: PASSED)
+    with load(tmp_path / "tuned.infc", device=Idle(programs_run)) as model: assert model.swap_weights(made.path).passed
+
+
 def test_any_candidate_fits_where_another_lies(made: Made) -> None:
     """Scratch is planned at the largest candidate's size; what a candidate names is the call's own, in the order its launches say."""
-    sizes: dict[int, set[int]] = {}
+    sizes: dict[tuple[str, int], set[int]] = {}
     for program in made.programs():
         bound = made.bounds[program.name]
         firsts = [at for at, step in enumerate(program.steps) if not step.part]
@@ -254,5 +263,5 @@ def test_any_candidate_fits_where_another_lies(made: Made) -> None:
                         buffer = program.buffers[call.buffers[at]]
                         if not isinstance(arg, Scratch): continue
                         assert buffer.kind == "arena" and arg.bytes <= buffer.bytes
-                        sizes.setdefault(call.buffers[at], set()).add(arg.bytes)
+                        sizes.setdefault((program.name, call.buffers[at]), set()).add(arg.bytes)
     assert any(len(found) > 1 for found in sizes.values())                 # candidates that want more, in the same place
