@@ -34,6 +34,8 @@ class HostDevice:
     """Memory of the CPU for GPU programs of one architecture."""
 
     name = "no GPU"
+    driver_version = "none"
+    l2_bytes = 1 << 20
     torch_device, torch_stream = "cpu", 0
 
     def __init__(self, arch: str) -> None:
@@ -98,10 +100,11 @@ class HostDevice:
         """Never: there is nothing that runs it."""
         raise CheckFailed(f"kernel {launch.kernel.name} cannot run on the CPU")
 
-    def timed(self, recorded: Recorded, times: int) -> list[float]:
+    def timed(self, recorded: Recorded, times: int, cold: tuple[int, int] | None = None) -> list[float]:
         """Of this machine, so of no use for any GPU."""
         found = []
         for _ in range(times):
+            if cold: self.fill(cold[0], 0, cold[1])
             start = time.perf_counter()
             recorded.replay()
             found.append((time.perf_counter() - start) * 1e6)

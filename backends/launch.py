@@ -110,7 +110,14 @@ class Context:
         return " * ".join(factor for factor in factors if factor != "1") or "1"
 
 
-def launches_of(unit: Unit, context: Context) -> tuple[Launch, ...]:
-    """The steps of a unit, one after the other; on a CPU always one."""
+def candidates_of(unit: Unit, context: Context) -> Mapping[str, tuple[Launch, ...]]:
+    """The ways to run a unit by their names, the rule's first: each its steps, one after the other. On a CPU always one step, unnamed."""
     found = unit.lower(context)
-    return found if isinstance(found, tuple) else (found,)
+    if isinstance(found, Mapping): return found
+    return {"": found if isinstance(found, tuple) else (found,)}
+
+
+def launches_of(unit: Unit, context: Context, name: str | None = None) -> tuple[Launch, ...]:
+    """The steps of a unit, as the rule has them, or as one of its candidates does."""
+    found = candidates_of(unit, context)
+    return next(iter(found.values())) if name is None else found[name]

@@ -1,7 +1,8 @@
 """Builds a Program: one buffer per value, a fixed arena offset by liveness, an ordered list of steps over unique kernels."""
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -11,8 +12,8 @@ from torch import fx
 from ..compiler.errors import CheckFailed
 from ..compiler.ir import Graph
 from ..compiler.placement import Unit, Value, source_of
-from ..runtime.program import DIMS, ITEM_BYTES, Buffer, Kernel, Program, Step
-from .launch import Arg, Context, Launch, Out, Scratch, Weight, launches_of
+from ..runtime.program import DIMS, ITEM_BYTES, Buffer, Call, Candidate, Choice, Kernel, Program, Step
+from .launch import Arg, Context, Launch, Out, Scratch, Weight, candidates_of
 
 ALIGN = 64                                           # one cache line, one AVX-512 vector
 
@@ -33,6 +34,8 @@ class Store:
     headers: dict[str, None] = field(default_factory=dict)        # in order of first use
     weights: dict[str, np.ndarray] = field(default_factory=dict)  # tensor key -> packed, in order of first use
     weight_dtypes: dict[str, str] = field(default_factory=dict)
+    needed: set[str] = field(default_factory=set)                 # kernels of calls that can run in one way alone
+    refused: dict[str, str] = field(default_factory=dict)         # kernels that were not built, and why; none of them is needed
 
     def kernel(self, launch: Launch, op: str) -> Kernel:
         """The kernel of this launch; the same body is the same kernel."""
@@ -128,17 +131,28 @@ def build(
         return spot
 
     accesses: list[_Access] = []
+    choices = dict[Any, Choice]()
     for unit in units:
-        launches = launches_of(unit, context)
-        last = len(steps) + len(launches) - 1                          # what a unit uses lives through all its steps
+        candidates = candidates_of(unit, context)
+        last = len(steps) + len(next(iter(candidates.values()))) - 1   # what a unit uses lives through all its steps
         accesses.append(access := _Access(unit.op, len(steps)))
         flops, moved = cost(unit, context)
         own: dict[Arg, int] = {}
-        for part, launch in enumerate(launches):
-            kernel = store.kernel(launch, unit.op)
-            args = tuple(put(arg, unit, access, own, last) for arg in launch.args)
-            counted = (0, 0) if part else (flops, moved)
-            steps.append(Step(kernel.hash, args, unit.op, *counted, unit.origin, unit.passes, launch.grid, launch.scalars, part))
+        room = dict[int, int]()                                        # any candidate's scratch fits where another's lies
+        for arg in (arg for launches in candidates.values() for launch in launches for arg in launch.args if isinstance(arg, Scratch)):
+            room[arg.number] = max(room.get(arg.number, 0), arg.bytes)
+        ways = dict[str, list[Step]]()
+        for name, launches in candidates.items():
+            ways[name] = []
+            for part, launch in enumerate(launches):
+                kernel = store.kernel(launch, unit.op)
+                if len(candidates) == 1: store.needed.add(kernel.hash)
+                args = tuple(put(Scratch(room[arg.number], arg.number) if isinstance(arg, Scratch) else arg, unit, access, own, last)
+                             for arg in launch.args)
+                counted = (0, 0) if part else (flops, moved)
+                ways[name].append(Step(kernel.hash, args, unit.op, *counted, unit.origin, unit.passes, launch.grid, launch.scalars, part))
+        if len(ways) > 1: _offer(choices, unit.op, len(steps), ways)
+        steps += next(iter(ways.values()))
 
     for value, name in results.items():
         if value not in where or places[where[value]].kind != "output":
@@ -149,8 +163,19 @@ def build(
     return _in_order(Program(
         name="step_" + "_".join(f"{k}{v}" for k, v in context.bucket.items() if k == "T"),
         bucket=dict(context.bucket), dims=DIMS, arena_bytes=arena,
-        buffers=tuple(spot.buffer() for spot in places), steps=tuple(steps),
+        buffers=tuple(spot.buffer() for spot in places), steps=tuple(steps), choices=tuple(choices.values()),
     ), order)
+
+
+def _offer(choices: dict[Any, Choice], op: str, first: int, ways: Mapping[str, Sequence[Step]]) -> None:
+    """Note that a call may run in several ways; calls that differ in nothing but their buffers are one choice."""
+    buffers = {spot: at for at, spot in enumerate(dict.fromkeys(arg for steps in ways.values() for step in steps for arg in step.args))}
+    candidates = tuple(Candidate(name, tuple(
+        Step(step.kernel, tuple(buffers[arg] for arg in step.args), op, grid=step.grid, scalars=step.scalars, part=step.part)
+        for step in steps)) for name, steps in ways.items())
+    call = Call(first, tuple(buffers))
+    known = choices.get((op, candidates))
+    choices[op, candidates] = Choice(op, candidates, (*known.calls, call) if known else (call,))
 
 
 def _in_order(program: Program, order: dict[str, int]) -> Program:
@@ -165,6 +190,8 @@ def _in_order(program: Program, order: dict[str, int]) -> Program:
     return Program(
         program.name, program.bucket, program.dims, program.arena_bytes, tuple(buffer for _, buffer in ranked),
         tuple(msgspec.structs.replace(s, args=tuple(moved[a] for a in s.args)) for s in program.steps),
+        tuple(msgspec.structs.replace(c, calls=tuple(Call(call.step, tuple(moved[b] for b in call.buffers)) for call in c.calls))
+              for c in program.choices),
     )
 
 

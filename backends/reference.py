@@ -84,8 +84,10 @@ class ReferenceTable:
 
     @cached_property
     def _launches(self) -> list[tuple[Launch, ...]]:
-        """Of each unit, its steps as they were lowered."""
-        return [launches_of(unit, self.bound.context) for unit in self.bound.units]
+        """Of each unit, its steps as they were lowered and chosen."""
+        chosen = self.program.chosen()
+        pairs = zip(self.bound.units, self._firsts, strict=True)
+        return [launches_of(unit, self.bound.context, chosen.get(first)) for unit, first in pairs]
 
     @cached_property
     def _firsts(self) -> list[int]:

@@ -6,7 +6,7 @@ A  conformance: every kernel of the registry, built for this card's architecture
 B  programs: artifacts compiled here, golden prompts through every bucket with poisoned memory, and 200 replays that must not differ.
 C  speed: random weights of real sizes beside transformers' own modules, eager and by torch.compile (max-autotune, CUDA graphs, static
    cache). A model that is too large to compile in minutes is compiled with 2 and with 6 layers: their difference is what a layer costs,
-   what is left is the head's, and the whole model's step is extrapolated from both, and marked so.
+   what is left is the head's, and the whole model's step is extrapolated from both, and marked so. One model is tuned (`infc tune`).
 
 Compiles run in processes of their own from the first second on. So does all that touches the card: a lost context, a crash or a kernel
 that never ends costs the case it is in. What a part's time does not hold is left out and listed. Exit code 1 where A, B or a golden
@@ -45,6 +45,9 @@ BYTES_PER_PARAMETER = 18
 
 CRASHES = 12
 """Workers that part A starts at most, one behind the other."""
+
+TUNED, DRY_MODEL = "Llama-3.2-1B", "tiny"
+"""What `infc tune` is tried on: the model that is compiled whole."""
 
 REPLAYS = 200
 BATCHES, CONTEXTS, PREFILL = (1, 8, 64), (512, 8192), 2048
@@ -316,6 +319,8 @@ def _measure(run: Run, job: Job, result: "Future[dict[str, Any]]", beside: int, 
                "batches": [1, 2] if run.dry else BATCHES, "contexts": [40] if run.dry else CONTEXTS, "prefill": 8 if run.dry else PREFILL,
                "dry": run.dry, "beside": beside}
     for _ in _asked(run, "C", "speed", request, until): pass
+    if job.quant == "none" and job.model == (DRY_MODEL if run.dry else TUNED):
+        for _ in _asked(run, "C", "tune", request, until): pass
     return shutil.rmtree(made["path"], ignore_errors=True)
 
 

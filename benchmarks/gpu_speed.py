@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
+import msgspec
 import numpy as np
 from gpu_models import MODELS
 from infc.runtime.batch import Work
@@ -14,6 +15,7 @@ from infc.runtime.device import Device, Recorded
 from infc.runtime.golden import replay
 from infc.runtime.session import Model, load
 from infc.runtime.stepper import OpenSequence
+from infc.runtime.tune import tune
 
 ROUNDS = 21
 """Replays timed of each step."""
@@ -80,6 +82,18 @@ def measure(request: Mapping[str, Any], begin: Callable[[str], None], tell: Tell
         works = [(sequences[0], [i * 7919 % vocab for i in range(tokens)], 0)]
         flops = MODELS[request["model"]].prefill_flops(request["layers"], tokens)
         tell(same | {"what": "prefill", "batch": 1, "context": tokens, "flops": flops} | _timed(model, device, made, works))
+
+
+def tuned(request: Mapping[str, Any], begin: Callable[[str], None], tell: Tell) -> None:
+    """Tell what `infc tune` gains on an artifact: microseconds of the calls it measures, a step of each bucket. request: as `measure`'s."""
+    dry, name = request["dry"], f"{request['name']} tune"
+    begin(name)
+    found = tune(request["path"], request["path"] + ".tuned.infc", device=_idle(request["arch"]) if dry else _card(), brief=dry,
+                 force=True, note=lambda line: begin(f"{name}: {line}"))
+    wrong = {} if dry or found.written else {"error": f"tuned golden logits differ by {found.golden.error:.3g}"}
+    tell({key: request[key] for key in ("model", "layers", "quant", "beside")} | {"engine": "infc", "what": "tune", "name": name} | {
+        "choices": found.info.choices, "changed": found.info.changed, "before_us": found.before_us, "after_us": found.after_us,
+        "calls": msgspec.to_builtins(found.calls)} | wrong)
 
 
 def _timed(model: Model, device: Device, made: list[Recorded], given: Sequence[tuple[OpenSequence, list[int], int]]) -> dict[str, Any]:

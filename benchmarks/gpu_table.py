@@ -59,6 +59,10 @@ def _lines_c(report: dict[str, Any]) -> list[Line]:
             [f"host {step['host_us']:.0f} us"] if "host_us" in step else [])
         lines.append(("C", f"{step['model']}{'' if step['quant'] == 'none' else ' ' + step['quant']} {step['what']} {step['batch']} at "
                       f"{step['context']}", f"{ours:.3f} ms" if ours else "", limit, *peers, ", ".join(note)))
+    for row in report["parts"]["C"]["rows"]:
+        if row.get("what") != "tune" or "changed" not in row: continue
+        gains = [f"{bucket.removeprefix('step_')} {us / row['after_us'][bucket]:.2f}x" for bucket, us in row["before_us"].items()]
+        lines.append(("C", f"{row['model']} infc tune", f"{row['changed']} of {row['choices']}", "", "", "", ", ".join(gains)))
     return lines
 
 

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 HANDLERS = {"conformance": "gpu_conformance.check", "program": "gpu_program.check", "compile": "gpu_models.compiled",
-            "speed": "gpu_speed.measure", "rates": "gpu_speed.rates", "peers": "gpu_peers.measure"}
+            "speed": "gpu_speed.measure", "tune": "gpu_speed.tuned", "rates": "gpu_speed.rates", "peers": "gpu_peers.measure"}
 """What answers a request: handler(request, begin, tell), where begin(name) says what comes next and tell(row) what was found."""
 
-SILENT = {"conformance": 90, "program": 90, "speed": 90, "rates": 60, "peers": 240, "compile": 400}
+SILENT = {"conformance": 90, "program": 90, "speed": 90, "tune": 90, "rates": 60, "peers": 240, "compile": 400}
 """Seconds without a word after which a worker hangs."""
 
 

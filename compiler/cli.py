@@ -1,4 +1,4 @@
-"""The command line: `infc compile run inspect verify check bench targets models`.
+"""The command line: `infc compile run inspect verify tune check bench targets models`.
 
 Results go to stdout (with --json one JSON document and nothing else), progress and errors to stderr. A user's mistake is
 one line and exit code 2, a failed check is 1, Ctrl-C is 130. `infc run` must start fast, so nothing heavy is imported
@@ -221,9 +221,10 @@ def inspect(artifact: Artifact, as_json: Json = False) -> None:
 
     with read(_existing(artifact)) as opened:
         manifest = opened.manifest
+        choices = {b.name: _plain(found) for b in manifest.buckets if (found := opened.program(b.name).choices)}
     kernels = [{name: getattr(kernel, name) for name in kernel.__struct_fields__} for kernel in manifest.kernels]
     whole = _plain(manifest)
-    shown = {"manifest": whole, "kernels": kernels, "buckets": whole["buckets"]}
+    shown = {"manifest": whole, "kernels": kernels, "buckets": whole["buckets"], "choices": choices}
     if as_json:
         _print_json(shown)
     else:
@@ -248,6 +249,33 @@ def verify(artifact: Artifact, threads: Threads = None, as_json: Json = False, q
         print(f"{artifact}: every file as hashed; {console.verdict(report)}")
     if not report["passed"]:
         raise CheckFailed(f"{artifact}: its answers differ from the recorded ones; compile it again, and report this if it stays")
+
+
+@app.command()
+def tune(
+    artifact: Artifact,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="[default: ARTIFACT itself, with --force]", show_default=False)
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="replace what is there")] = False,
+    rounds: Annotated[int, typer.Option(min=5, help="samples of each candidate, in turns; their median counts")] = 7,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure the candidates of ARTIFACT's kernels on this machine's GPU, and store which are the fastest."""
+    from ..runtime.tune import tune as measure_and_choose
+    from . import console
+
+    note = (lambda text: None) if quiet or as_json else lambda text: print(f"  {text}", file=sys.stderr)
+    target = output if output is None or output.suffix == ".infc" else output.with_name(output.name + ".infc")
+    report = _plain(measure_and_choose(_existing(artifact), target, force=force, rounds=rounds, note=note))
+    if as_json:
+        _print_json(report)
+    elif not quiet:
+        console.tuned(report)
+    if not report["written"]:
+        raise CheckFailed(f"{artifact}: its golden logits are off by {report['golden']['error']:.3g} on this GPU, "
+                          f"{report['golden']['bound']:.3g} is allowed; nothing was written; report this, with: infc verify {artifact}")
 
 
 @app.command()

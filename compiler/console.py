@@ -246,6 +246,7 @@ def inspected(shown: Mapping[str, Any]) -> None:
             "made with": ", ".join(f"{name} {version}" for name, version in manifest["created_with"].items()),
             "files": f"{len(manifest['files'])}, {size(sum(f['bytes'] for f in manifest['files'].values()))}",
             "needs": _needs(manifest, shown["kernels"]),
+            **({"tuned": _tuned(manifest["tuned"])} if manifest.get("tuned") else {}),
         },
     )
     if manifest["machine"] == GPU:
@@ -255,6 +256,11 @@ def inspected(shown: Mapping[str, Any]) -> None:
             [(k["name"], k["op"], k["threads"] or None, k["registers"], k["shared_bytes"], k["spill_bytes"], k["tensor_cores"])
              for k in shown["kernels"]],
             right=(2, 3, 4, 5),
+        )
+        table(
+            "choices, the one that runs marked; `infc tune` measures them",
+            ("bucket", "operator", "calls", "candidate", "registers", "programs/SM", "waves", "predicted us", "measured us"),
+            list(_choices(shown)), right=(2, 4, 5, 6, 7, 8),
         )
     else:
         table(
@@ -272,6 +278,41 @@ def inspected(shown: Mapping[str, Any]) -> None:
         ],
         right=(2, 3, 4),
     )
+
+
+def _choices(shown: Mapping[str, Any]) -> Iterable[tuple[object, ...]]:
+    """A row a candidate, the one that runs marked; figures of its longest launch."""
+    kernels = {kernel["hash"]: kernel for kernel in shown["kernels"]}
+    for bucket, choices in shown["choices"].items():
+        for choice in choices:
+            for at, one in enumerate(choice["candidates"]):
+                first = (bucket, choice["op"], len(choice["calls"])) if not at else ("", "", "")
+                registers = max(kernels[step["kernel"]]["registers"] or 0 for step in one["steps"])
+                measured = one.get("measured_us", 0.0)
+                yield (*first, ("* " if at == choice.get("chosen", 0) else "  ") + one["name"], registers, one.get("programs_per_sm", 0),
+                       f"{one.get('waves', 0.0):.2f}", f"{one.get('predicted_us', 0.0):.2f}", f"{measured:.2f}" if measured else None)
+
+
+def _tuned(info: Mapping[str, Any]) -> str:
+    return f"on {info['gpu']}, driver {info['driver']}: {info['changed']} of {info['choices']} choices changed"
+
+
+def tuned(report: Mapping[str, Any]) -> None:
+    """What `infc tune` measured and chose."""
+    rows = []
+    for c in report["calls"]:
+        us, before, after = c["us"], c["before"], c["after"]
+        fastest = min(us, key=us.__getitem__)
+        kept = "kept" if after == before else after
+        rows.append((c["bucket"], c["op"], c["calls"], before, f"{us[before]:.2f}", kept, f"{us[after]:.2f}",
+                     c["why_not"] and f"{fastest}, {us[fastest]:.2f}: {c['why_not']}"))
+    table("choices; microseconds a call", ("bucket", "operator", "calls", "before", "us", "after", "us", ""), rows, right=(2, 4, 6))
+    steps = [(bucket, f"{us:.1f}", f"{report['after_us'][bucket]:.1f}", f"{us / report['after_us'][bucket]:.3f}x")
+             for bucket, us in report["before_us"].items()]
+    table("these calls of a step, microseconds", ("bucket", "before", "after", ""), steps, right=(1, 2, 3))
+    info = report["info"]
+    print(f"{report['artifact']}: tuned {_tuned(info)}, where a candidate is faster by more than {100 * info['margin']:g} %"
+          if report["written"] else "nothing was written")
 
 
 def _needs(manifest: Mapping[str, Any], kernels: Sequence[Mapping[str, Any]]) -> str:

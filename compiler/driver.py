@@ -229,16 +229,21 @@ def compile(
     with clock.phase("programs", "placing and packing"):
         store = Store(target.isa, keys.digest([toolchain.identity, backend.headers_digest()]))
         table = CostTable(graph.weights, _region_cost)
-        programs, placement, bounds = _programs(graph, options, backend, target.isa, store, table)
-    if folder := options.dump or debug.dump():
-        source = backend.source(store)
+        programs, placement, bounds = _programs(graph, options, backend, target.isa, store, table.maxima)
+    folder, source = options.dump or debug.dump(), backend.source(store)
+    if folder:
         write_programs(folder, programs, store.kernels, backend.SOURCE, source,
                        (lambda: toolchain.assembly(source)) if options.dump_asm else None)
     if debug.level() >= 4:
-        listen(Event("note", "code", backend.source(store)))
+        listen(Event("note", "code", source))
     with clock.phase("code", f"building {len(store.kernels)} kernels with {toolchain.name}"):
         code, cubins = backend.code(store, toolchain, lambda line: listen(Event("note", "code", line)),
                                     lambda share, line: listen(Event("pass", "code", line, share)))
+        programs, cubins, candidates = _chosen(programs, store, target, cubins)
+        if folder and candidates: write_programs(folder, programs, store.kernels, backend.SOURCE, source)    # as they run
+        for program in programs:
+            bound = bounds[program.name]
+            table.add(program, bound.units, bound.context, {key: kernel.name for key, kernel in store.kernels.items()})
     with clock.phase("golden", "computing golden outputs in fp64"):
         golden = verification.golden(captured, graph, options.buckets or (), cache)
         if golden.kept_from:
@@ -246,6 +251,7 @@ def compile(
                                            "same (--no-cache computes them again)"))
     version = keys.version(graph, programs, options, target.isa, toolchain.identity)
     summary = {"passes": report.json(), "notes": notes, "program": _summary(programs, placement), "coverage": _coverage(placement),
+               "candidates": candidates,
                "graph_error": golden.graph_error, "golden_kept_from": golden.kept_from,
                "recipe": None if (used := recipe.of(graph)) is None else str(used),
                "search": searched and searched.json(), "formats": pays.json() if pays else None,
@@ -545,7 +551,7 @@ def _backend(kind: str) -> Any:
 
 
 def _programs(
-    graph: Graph, options: Options, backend: Any, isa: str, store: Store, table: CostTable,
+    graph: Graph, options: Options, backend: Any, isa: str, store: Store, maxima: Callable[[Unit, Context], tuple[int, int]],
 ) -> tuple[list[Program], Placement, Bounds]:
     assert options.buckets and options.max_sequences
     programs, placement, bounds = [], None, Bounds()
@@ -555,11 +561,21 @@ def _programs(
         context = Context(isa, {"T": tokens, "N": rows, "R": rows, "M": blocks}, graph.symbols)
         placement = place(graph, backend.backends(), context)
         if options.strict: check_strict(coverage(placement))
-        programs.append(build(graph, placement.units, context, store, backend.pack, table.maxima))
-        table.add(programs[-1], placement.units, context, {key: kernel.name for key, kernel in store.kernels.items()})
+        programs.append(build(graph, placement.units, context, store, backend.pack, maxima))
         bounds[programs[-1].name] = Bound(graph, placement.units, context)
     assert placement is not None
     return programs, placement, bounds
+
+
+def _chosen(
+    programs: list[Program], store: Store, target: targets.Target, cubins: dict[str, bytes],
+) -> tuple[list[Program], dict[str, bytes], dict[str, Any] | None]:
+    """On a GPU each call in its likeliest cut, with the code that some candidate runs and what became of the others."""
+    if target.gpu is None: return programs, cubins, None
+    from ..backends.triton.shortlist import choose
+
+    programs, told = choose(store, programs, target.gpu)
+    return programs, {kernel.file: cubins[kernel.file] for kernel in store.kernels.values() if kernel.file}, told
 
 
 def _manifest(

@@ -81,6 +81,7 @@ class CudaDevice:
         self.capability = (self._attribute("COMPUTE_CAPABILITY_MAJOR"), self._attribute("COMPUTE_CAPABILITY_MINOR"))
         self.arch = "sm_{}{}".format(*self.capability)
         self.multiprocessors: int = self._attribute("MULTIPROCESSOR_COUNT")
+        self.l2_bytes: int = self._attribute("L2_CACHE_SIZE")
         self.total_memory: int = self.call("asking for its memory", cu.cuDeviceTotalMem, device)
         self._held = _Held(cu, device, self.call("opening its primary context", cu.cuDevicePrimaryCtxRetain, device))
         # a device dropped without close() frees its memory too. Not at exit: the driver does that, and may be gone before us.
@@ -263,11 +264,15 @@ class CudaDevice:
         node = kernel_node(cu, item, *self._functions[item.kernel.hash], ctypes.addressof(kept[1]))
         return self.call(f"{where}, kernel {item.kernel.name} over {item.grid}", cu.cuGraphAddKernelNode, graph, after, len(after), node)
 
-    def timed(self, recorded: Recorded, times: int) -> list[float]:
-        """Microseconds of each of `times` replays sent one behind the other, so that the device waits for no host; one more goes before."""
+    def timed(self, recorded: Recorded, times: int, cold: tuple[int, int] | None = None) -> list[float]:
+        """Microseconds of each of `times` replays sent one behind the other, so that the device waits for no host; one more goes before.
+
+        cold: of each from its own start, behind a fill of that memory, which takes the place of all else in the L2.
+        """
         self.enter()
         assert isinstance(recorded, CudaRecording)
-        return self._spans(recorded.launch, times)
+        return self._spans(recorded.launch, times, cold and (
+            lambda: self.call("filling memory", self._cu.cuMemsetD8Async, cold[0], 0, cold[1], self.stream)))
 
     def copy_rate(self) -> float:
         """Bytes/s its memory moves for the driver's own copy of 1 GiB, reads and writes counted; the best of ten."""
@@ -279,16 +284,21 @@ class CudaDevice:
         finally:
             self._held.free(self._cu.cuMemFree, both)
 
-    def _spans(self, run: Callable[[], object], times: int) -> list[float]:
-        """Microseconds between the ends of `times + 1` runs on the stream."""
-        cu = self._cu
-        events = [self.call("making an event", cu.cuEventCreate, cu.CUevent_flags.CU_EVENT_DEFAULT.value) for _ in range(times + 1)]
+    def _spans(self, run: Callable[[], object], times: int, before: Callable[[], object] | None = None) -> list[float]:
+        """Microseconds between the ends of `times + 1` runs on the stream; or of each run alone, with something `before` it."""
+        cu, each = self._cu, 2 if before else 1
+        count, kind = each * (times + 1), cu.CUevent_flags.CU_EVENT_DEFAULT.value
+        events = [self.call("making an event", cu.cuEventCreate, kind) for _ in range(count)]
         try:
-            for event in events:
+            for at in range(0, len(events), each):
+                if before:
+                    before()
+                    self.call("timing", cu.cuEventRecord, events[at], self.stream)
                 run()
-                self.call("timing", cu.cuEventRecord, event, self.stream)
+                self.call("timing", cu.cuEventRecord, events[at + each - 1], self.stream)
             self._settle("timing")
-            return [1000 * self.call("timing", cu.cuEventElapsedTime, *pair) for pair in pairwise(events)]
+            pairs = [*pairwise(events)][2 * (each - 1)::each]              # of neighbours; or starts and ends, the first aside
+            return [1000 * self.call("timing", cu.cuEventElapsedTime, *pair) for pair in pairs]
         finally:
             for event in events:
                 cu.cuEventDestroy(event)

@@ -68,6 +68,16 @@ class Device(Protocol):
         ...
 
     @property
+    def driver_version(self) -> str:
+        """Of the driver, "13.1", for reports."""
+        ...
+
+    @property
+    def l2_bytes(self) -> int:
+        """Bytes of its last cache before memory."""
+        ...
+
+    @property
     def torch_device(self) -> str:
         """What torch calls it, for ATen steps: "cuda:0"."""
         ...
@@ -113,8 +123,8 @@ class Device(Protocol):
         """Make a list ready for replays; nothing runs. Raises OutOfMemory where the device has no room for it."""
         ...
 
-    def timed(self, recorded: Recorded, times: int) -> list[float]:
-        """Microseconds of each of some replays."""
+    def timed(self, recorded: Recorded, times: int, cold: tuple[int, int] | None = None) -> list[float]:
+        """Microseconds of each of some replays. cold: address and bytes of memory that is filled before each, which is not timed."""
         ...
 
     def copy_rate(self) -> float:

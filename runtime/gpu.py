@@ -17,7 +17,7 @@ from .buffers import Layout, view
 from .device import Copy, Device, Launch, Recorded, arch_fits
 from .errors import RuntimeFault
 from .places import FLOATS, LAST_INPUT, Places, Region, step_io
-from .program import Kernel, Program
+from .program import Kernel, Program, Step
 from .table import ATEN, live_view
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class GpuExecutor:
         self.device = device
         self.kv_blocks = kv_blocks
         self._where = str(artifact.path)
+        self._programs = dict[str, Program]()                              # in place of the artifact's
         self._open = True
         try:
             self._require_arch()
@@ -107,9 +108,13 @@ class GpuExecutor:
         fill(self.views, works, bucket["M"])
         pad(self.views, live, bucket)
 
+    def take(self, programs: Mapping[str, Program]) -> None:
+        """From the next recordings on run these, by bucket, in place of the artifact's: other choices over the same kernels and buffers."""
+        self._programs = dict(programs)
+
     def table(self, bucket: str) -> "GpuTable":
         """Record a bucket. Raises RuntimeFault where the program does not fit the artifact, OutOfMemory where the device is full."""
-        program = self.artifact.program(bucket)
+        program = self._programs.get(bucket) or self.artifact.program(bucket)
         weights = {name: Region(self._weights.address + p.start, p.stop - p.start) for name, p in self.artifact.places.items()}
         places = Places(self._where, self._arena, weights, {name: Region(*place) for name, place in self.kv.items()}, self._io)
         return GpuTable(program, self._kernels, self.device, places, self._copies(program), {"P": self.kv_blocks})
@@ -175,6 +180,7 @@ class GpuTable:
     ) -> None:
         """sizes: of dims that are not the bucket's. Raises RuntimeFault where a buffer is not there."""
         self.program = program
+        self._kernels = kernels
         self._device = device
         self._copies = copies
         self._addresses = [places.address(b, program) for b in program.buffers]
@@ -190,15 +196,18 @@ class GpuTable:
                 work = []
                 self._parts.append((index, kernel.symbol))
             else:
-                work.append(launch := self._launch(kernel, index))
+                work.append(launch := self._launch(step))
                 self._launches[index] = launch
         self._record([*work, copies[1]])
 
-    def _launch(self, kernel: Kernel, index: int) -> Launch:
-        step = self.program.steps[index]
+    def _launch(self, step: Step) -> Launch:
         params: list[int | float] = [self._addresses[j] for j in step.args]
         for at, value in step.scalars: params.insert(at, value)            # in order of their places
-        return Launch(kernel, (step.grid[0], step.grid[1], step.grid[2]), tuple(params))
+        return Launch(self._kernels[step.kernel], (step.grid[0], step.grid[1], step.grid[2]), tuple(params))
+
+    def record(self, steps: Sequence[Step]) -> Recorded:
+        """A recording of other steps over the program's buffers; whoever asks closes it."""
+        return self._device.record([self._launch(step) for step in steps])
 
     def _record(self, work: Sequence[Launch | Copy]) -> None:
         if work: self._parts.append(self._device.record(work))

@@ -107,6 +107,18 @@ class QualityInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     bits_per_weight: float | None = None
 
 
+class TunedInfo(msgspec.Struct, frozen=True):
+    """Where `infc tune` measured; the times stand in the programs. An artifact that was tuned runs on other cards all the same."""
+
+    gpu: str
+    driver: str
+    rounds: int
+    context: int  # tokens before those of a step, as attention was measured
+    margin: float  # by which a candidate had to be faster than the one before
+    choices: int
+    changed: int
+
+
 class Manifest(msgspec.Struct, frozen=True):
     """The compiler fills the first part; `artifact.write` fills the second."""
 
@@ -124,6 +136,7 @@ class Manifest(msgspec.Struct, frozen=True):
     kernels: tuple[Kernel, ...] = ()
     golden: GoldenInfo | None = None
     quality: QualityInfo | None = None  # None where nothing was quantized and nothing measured
+    tuned: TunedInfo | None = None
 
     schema: int = SCHEMA
     buckets: tuple[BucketInfo, ...] = ()

@@ -101,7 +101,7 @@ class Model(Stepper):
             self.executor.require_ready()
             old, new = self.artifact, read(path)
             opened.callback(new.close)
-            if why := _other_model(old.manifest, new.manifest): raise RuntimeFault(f"{path}: {why}; load it as a model of its own")
+            if why := _other_model(old, new): raise RuntimeFault(f"{path}: {why}; load it as a model of its own")
             self.pool.recover()
             if self.pool.free != self.pool.count:
                 raise RuntimeFault(f"{path}: a sequence is open, and its keys are of the old weights; close it first")
@@ -175,12 +175,15 @@ def load(
     return model
 
 
-def _other_model(old: Manifest, new: Manifest) -> str:
-    """Why an artifact's weights do not fit another's programs; empty where they do."""
+def _other_model(one_of: Artifact, other_of: Artifact) -> str:
+    """Why an artifact's weights do not fit another's programs; empty where they do, tuned or not."""
+    old, new = one_of.manifest, other_of.manifest
     for what, one, other in (("target", old.target, new.target), ("kernels", old.kernels, new.kernels), ("KV cache", old.kv, new.kv)):
         if one != other: return f"its {what} is not that of the model that is loaded" if what != "kernels" else "its kernels are others"
     programs = [{name: file.sha256 for name, file in m.files.items() if name.startswith("programs/")} for m in (old, new)]
-    if programs[0] != programs[1]: return "its programs are others"
+    if programs[0] != programs[1]:
+        plain = [[artifact.program(bucket.name).untuned() for bucket in artifact.manifest.buckets] for artifact in (one_of, other_of)]
+        if plain[0] != plain[1]: return "its programs are others"
     if (old.weights and old.weights.header_sha256) != (new.weights and new.weights.header_sha256): return "its weights lie elsewhere"
     return ""
 

@@ -11,7 +11,7 @@ import hashlib
 import mmap
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -20,7 +20,7 @@ import msgspec
 from .artifact import GOLDEN, REPORT, TOKENIZER, WEIGHTS, Parts
 from .checksum import crc32c_chunks
 from .errors import RuntimeFault
-from .manifest import MANIFEST, BucketInfo, FileInfo, Manifest, QualityInfo, WeightsInfo, decode, encode
+from .manifest import MANIFEST, BucketInfo, FileInfo, Manifest, QualityInfo, TunedInfo, WeightsInfo, decode, encode
 from .program import Program
 from .table import ATEN
 from .tensors import write_tensors
@@ -55,6 +55,23 @@ def amend(folder: Path, report: Mapping[str, object], quality: QualityInfo | Non
     raw = encode(msgspec.structs.replace(manifest, files={**manifest.files, REPORT: told}, quality=quality or manifest.quality))
     _write(folder / MANIFEST, lambda file: file.write(raw))
     _sync_folder(folder)
+
+
+def retune(folder: Path, programs: Sequence[Program], report: Mapping[str, object], tuned: TunedInfo) -> None:
+    """Programs with other choices, put into a copy of their artifact before it gets its name: for the `check` of `copy_artifact`."""
+    manifest = decode((folder / MANIFEST).read_bytes(), str(folder))
+    files, version = dict(manifest.files), hashlib.sha256(manifest.version.encode())
+    for program in programs:
+        raw = msgspec.json.encode(program)
+        version.update(raw)
+        name = f"programs/{program.name}.json"
+        files[name] = _write(folder / name, lambda file, raw=raw: file.write(raw))
+    files[REPORT] = _write(folder / REPORT, lambda file: file.write(msgspec.json.encode(dict(report))))
+    aten = {k.hash for k in manifest.kernels if k.symbol.startswith(ATEN)}
+    raw = encode(msgspec.structs.replace(
+        manifest, version=version.hexdigest(), files=files, tuned=tuned, buckets=tuple(_bucket_info(p, aten) for p in programs)))
+    _write(folder / MANIFEST, lambda file: file.write(raw))
+    for inner in (folder / "programs", folder): _sync_folder(inner)
 
 
 def copy_artifact(source: Path, path: Path, force: bool, check: Callable[[Path], object] | None = None) -> None:

@@ -84,7 +84,9 @@ def report() -> dict[str, Any]:
     c = [step("infc", 2, 1.0, bytes=10**9, host_us=20.0), step("infc", 6, 2.0, bytes=2 * 10**9, host_us=21.0), step("compile", 2, 1.5),
          step("compile", 6, 3.0), step("eager", 2, 9.0),
          step("infc", 16, 4.0, model="Llama-3.2-1B", what="prefill", context=2048, flops=8 * 10**11, host_us=30.0),
-         {"model": "Qwen2.5-7B", "engine": "compile", "what": "peer", "name": "Qwen2.5-7B, compile", "peer_error": "out of memory"}]
+         {"model": "Qwen2.5-7B", "engine": "compile", "what": "peer", "name": "Qwen2.5-7B, compile", "peer_error": "out of memory"},
+         {"model": "Llama-3.2-1B", "layers": 16, "quant": "none", "engine": "infc", "what": "tune", "name": "Llama-3.2-1B 16 layers tune",
+          "choices": 20, "changed": 3, "before_us": {"step_T1": 110.0, "step_T8": 50.0}, "after_us": {"step_T1": 100.0, "step_T8": 50.0}}]
     return {"card": {"name": "NVIDIA H200"}, "environment": {"driver": "driver 580"},
             "rates": {"copy_bytes_s": 2e12, "matmul_flops_s": 800e12},
             "parts": {part: {"done": True, "seconds": 1.0, "rows": rows, "left_out": ["what took too long"] * (part == "C")}
@@ -110,6 +112,7 @@ def test_the_table(check: ModuleType, capsys: pytest.CaptureFixture[str]) -> Non
     assert "A infc::linear 1 of 2 1.50 FAILS" in text and "B tiny 6 buckets 0.25 200 equal replays" in text
     assert any(line.startswith("C Llama-3.1-8B decode 1 at 512 8.500 ms 1.00 TB/s, 50% 12.75 ms 1.50x") for line in text)
     assert any(line.startswith("C Llama-3.2-1B prefill 1 at 2048 4.000 ms 200 TFLOP/s, 25%") for line in text)
+    assert "C Llama-3.2-1B infc tune 3 of 20 T1 1.10x, T8 1.00x" in text
     assert "A: infc::rope odd: RuntimeFault: CUDA" in text and "C: Qwen2.5-7B, compile: out of memory" in text
     assert "C: no time for what took too long" in text
     assert [(part, name) for part, name, _ in failures(report())] == [
@@ -212,4 +215,5 @@ def test_dry_run(tmp_path: Path) -> None:
     (tiny,) = found["parts"]["B"]["rows"]
     assert tiny["share"] <= 1 and tiny["golden"]["passed"] and tiny["compile"]["aten_steps"] == 0
     assert {row["engine"] for row in found["parts"]["C"]["rows"]} == {"infc", "eager", "compile"}
+    assert next(row for row in found["parts"]["C"]["rows"] if row.get("what") == "tune")["choices"] > 5
     assert all(step["ms"]["infc"] > 0 for step in found["whole_models"] if "infc" in step["ms"])

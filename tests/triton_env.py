@@ -11,11 +11,11 @@ assert "triton" not in sys.modules or os.environ.get("TRITON_INTERPRET") == "1",
 os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton", reason="needs the extra `gpu`")
 
-from infc.backends.triton.interpret import run  # noqa: E402   # after the environment is set
+from infc.backends.triton.interpret import picks, run  # noqa: E402   # after the environment is set
 from infc.backends.triton.judge import exact, plain, several, strain, ulp  # noqa: E402
 from infc.backends.triton.registry import kernels  # noqa: E402
 
-__all__ = ["FLOATS", "conform", "exact", "judge", "kernels", "plain", "randn", "run", "several", "ulp"]
+__all__ = ["FLOATS", "conform", "exact", "judge", "kernels", "picks", "plain", "randn", "run", "several", "ulp"]
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -24,9 +24,9 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, scale:
     return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
 
 
-def conform(op: str, *, times: int = 1, **arguments: Any) -> Any:
-    """Run an operator's kernels and judge each floating-point result against its meaning. Returns the results."""
-    found = run(op, **arguments)
+def conform(op: str, *, times: int = 1, pick: int = 0, **arguments: Any) -> Any:
+    """Run an operator's kernels and judge each floating-point result against its meaning. Returns the results. pick: of its cuts, which."""
+    found = run(op, pick, **arguments)
     for f, p, e in zip(several(found), several(plain(op, **arguments)), several(exact(op, **arguments)), strict=True): judge(f, p, e, times)
     return found
 

@@ -110,14 +110,30 @@ def _refuse(node: fx.Node, context: Context) -> str | None:
     return found.refuse(**{name: meta.filled(value) for name, value in arguments(node).items()})
 
 
-def _lower(node: fx.Node, context: Context) -> tuple[GpuLaunch, ...]:
+def _lower(node: fx.Node, context: Context) -> dict[str, tuple[GpuLaunch, ...]]:
+    """The ways to run a call, by name, the rule's first; what asks for the same launches as one before it is left out."""
+    emit, steps = _lowered(node, context)
+    found = {next(iter(emit.offered), ""): steps}
+    asked = {_asked(steps)}
+    for pick, name in enumerate(emit.offered[1:], 1):
+        _, steps = _lowered(node, context, pick)
+        if _asked(steps) not in asked: found[name] = steps
+        asked.add(_asked(steps))
+    return found
+
+
+def _asked(steps: tuple[GpuLaunch, ...]) -> tuple[Any, ...]:
+    return tuple((step.body, step.args, step.grid, step.scalars) for step in steps)
+
+
+def _lowered(node: fx.Node, context: Context, pick: int = 0) -> tuple[Emit, tuple[GpuLaunch, ...]]:
     found = kernels()[node.target.name()]                                     # type: ignore[union-attr]   # it was claimed
-    meta, emit = _Meta(context, {}, {}), Emit()
+    meta, emit = _Meta(context, {}, {}), Emit(pick)
     given = {name: meta.filled(value) for name, value in arguments(node).items()}
     fakes = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else [node.meta["val"]]
     results = [meta.own(fake, Out(i)) for i, fake in enumerate(fakes) if isinstance(fake, torch.Tensor)]
     found.lower(emit, *results, **given)
-    return _steps(emit, meta.owners, target_name(node.target), context)
+    return emit, _steps(emit, meta.owners, target_name(node.target), context)
 
 
 def _lower_region(region: Region, context: Context) -> tuple[GpuLaunch, ...]:
@@ -182,12 +198,17 @@ def code(
 ) -> tuple[bytes, dict[str, bytes]]:
     """No shared library, and a cubin for every kernel, by file name; the store's kernels get what the compiler says of them.
 
-    CheckFailed for a kernel that does not compile, or spills where it must not.
+    CheckFailed for a kernel that does not compile, or spills where it must not, and is needed; of others the store notes why.
     """
     todo = _made(store)
-    built = builder.build([*todo.values()], toolchain.isa, note=note, progress=lambda done, of, title: progress(done / of, title))
+    optional = {at for at, hashed in enumerate(todo) if hashed not in store.needed}
+    built = builder.attempt([*todo.values()], toolchain.isa, optional, note=note,
+                            progress=lambda done, of, title: progress(done / of, title))
     files: dict[str, bytes] = {}
     for hashed, one in zip(todo, built, strict=True):
+        if isinstance(one, CheckFailed):
+            store.refused[hashed] = str(one)
+            continue
         made, file = one.made, f"code/{one.sha256}.cubin"
         files[file] = made.cubin
         store.kernels[hashed] = msgspec.structs.replace(

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import BinaryIO, cast
 import msgspec
 
 from ...compiler import kept
-from ...compiler.errors import CheckFailed, InfcError
+from ...compiler.errors import CheckFailed
 from ...compiler.reuse import cache_folder, remove
 from .registry import Launch
 from .request import key, request
@@ -91,34 +91,50 @@ def build(
     cache: a folder of builds, the user's when None. progress(done, of, title) counts unique builds. UserError for an unknown arch;
     CheckFailed for a kernel that does not compile, spills without saying so, or does not fit the arch.
     """
+    return [one for one in attempt(launches, arch, (), workers=workers, cache=cache, progress=progress, note=note) if isinstance(one, Code)]
+
+
+def attempt(
+    launches: Sequence[Launch], arch: str, optional: Collection[int], *, workers: int = WORKERS, cache: Path | None = None,
+    progress: Callable[[int, int, str], None] = lambda done, of, title: None, note: Callable[[str], None] = lambda line: None,
+) -> list[Code | CheckFailed]:
+    """As `build`; of launches whose places are `optional`, what `build` would raise in place of their code."""
     asked = [request(launch, arch) for launch in launches]
     ptxas = assembler(arch)
     keys = [key(launch, one, ptxas) for launch, one in zip(launches, asked, strict=True)]
     unique = dict(zip(keys, asked, strict=True))
+    needed = {name for at, name in enumerate(keys) if at not in optional}
     folder = cache or cache_folder() / "triton"
-    kept = {name: code for name, one in unique.items() if (code := _kept(folder / name, arch, one.title, note)) is not None}
+    kept: dict[str, Code | CheckFailed] = {
+        name: code for name, one in unique.items() if (code := _kept(folder / name, arch, one.title, note)) is not None}
     missing = [name for name in unique if name not in kept]
     unkept: list[str] = []
-    for done, (name, binary) in enumerate(_compile({name: unique[name] for name in missing}, workers), len(kept) + 1):
-        code = Code(arch, unique[name].title, hashlib.sha256(binary.cubin).hexdigest(), binary)
-        if why := _keep(code, folder / name): unkept.append(why)
-        kept[name] = code
-        progress(done, len(unique), code.title)
+    for done, (name, made) in enumerate(_compile({name: unique[name] for name in missing}, needed, workers), len(kept) + 1):
+        if isinstance(made, CheckFailed): kept[name] = made
+        else:
+            kept[name] = code = Code(arch, unique[name].title, hashlib.sha256(made.cubin).hexdigest(), made)
+            if why := _keep(code, folder / name): unkept.append(why)
+        progress(done, len(unique), unique[name].title)
     if unkept:
         note(f"{len(unkept)} kernel{'s are' if len(unkept) > 1 else ' is'} not kept for the next compile: {folder} cannot be written "
              f"({unkept[0]})")
-    for name, launch in zip(keys, launches, strict=True): _judge(kept[name], launch)
-    return [kept[name] for name in keys]
+    found = [_judged(kept[name], launch) for name, launch in zip(keys, launches, strict=True)]
+    for at, one in enumerate(found):
+        if isinstance(one, CheckFailed) and at not in optional: raise one
+    return found
 
 
-def _judge(code: Code, launch: Launch) -> None:
+def _judged(code: Code | CheckFailed, launch: Launch) -> Code | CheckFailed:
+    """The code, or why it is not to be launched."""
+    if isinstance(code, CheckFailed): return code
     made, limits = code.made, LIMITS[code.arch]
     if (made.spill_stores or made.spill_loads) and not launch.spills_ok:
-        raise CheckFailed(f"kernel {code.title} spills {made.spill_stores} bytes of registers to memory ({made.registers} registers, "
-                          f"{made.threads} threads): give it smaller tiles or more warps, or launch it with spills_ok")
+        return CheckFailed(f"kernel {code.title} spills {made.spill_stores} bytes of registers to memory ({made.registers} registers, "
+                           f"{made.threads} threads): give it smaller tiles or more warps, or launch it with spills_ok")
     if made.shared > limits.shared_of_one:
-        raise CheckFailed(f"kernel {code.title} needs {made.shared} bytes of shared memory; {code.arch} gives a program "
-                          f"{limits.shared_of_one}: give it smaller tiles or fewer stages")
+        return CheckFailed(f"kernel {code.title} needs {made.shared} bytes of shared memory; {code.arch} gives a program "
+                           f"{limits.shared_of_one}: give it smaller tiles or fewer stages")
+    return code
 
 
 @cache
@@ -132,12 +148,12 @@ def assembler(arch: str) -> str:
 
 # ---- compiling
 
-def _compile(asked: dict[str, Request], workers: int) -> Iterable[tuple[str, Binary]]:
-    """Each request's result as it comes. The first failure, or Ctrl-C, ends every worker and leaves nothing behind."""
+def _compile(asked: dict[str, Request], needed: Collection[str], workers: int) -> Iterable[tuple[str, Binary | CheckFailed]]:
+    """Each request's result as it comes. The first failure of one that is needed, or Ctrl-C, ends every worker, and nothing is left."""
     if not asked: return
     waiting: queue.SimpleQueue[tuple[str, Request]] = queue.SimpleQueue()
     for item in asked.items(): waiting.put(item)
-    results: queue.SimpleQueue[tuple[str, Binary | InfcError]] = queue.SimpleQueue()
+    results: queue.SimpleQueue[tuple[str, Binary | CheckFailed]] = queue.SimpleQueue()
     with _folder() as folder, contextlib.ExitStack() as stack:
         for index in range(min(workers, len(asked))):
             worker = _Worker(folder / str(index))
@@ -145,7 +161,7 @@ def _compile(asked: dict[str, Request], workers: int) -> Iterable[tuple[str, Bin
             worker.start(waiting, results)
         for _ in asked:
             name, result = results.get()
-            if isinstance(result, InfcError): raise result
+            if isinstance(result, CheckFailed) and (name in needed or name not in asked): raise result
             yield name, result
 
 
@@ -187,17 +203,30 @@ def _lock(folder: Path) -> Iterator[bool]:
 
 @dataclass
 class _Worker:
-    """A process that compiles, and the thread that feeds it."""
+    """A process that compiles, and the thread that feeds it; another process where one ended with a kernel."""
 
     folder: Path
 
     def __post_init__(self) -> None:
         self.folder.mkdir()
         self.errors: BinaryIO = (self.folder / "errors").open("w+b")
-        self.process = subprocess.Popen(
+        self.closed, self.lock = False, threading.Lock()
+        self.process = self._started()
+        self.thread: threading.Thread | None = None
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
             [sys.executable, "-c", f"from {__package__}.worker import main; main()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=self.errors, env=self.environment(), start_new_session=True)      # Ctrl-C is the parent's to handle
-        self.thread: threading.Thread | None = None
+
+    def _restart(self) -> bool:
+        with self.lock:
+            if self.closed: return False
+            self._end()
+            self.errors.seek(0)
+            self.errors.truncate()
+            self.process = self._started()
+        return True
 
     def environment(self) -> dict[str, str]:
         """Ours without the switches that change what Triton makes; no line table, so no path, in the code."""
@@ -209,15 +238,18 @@ class _Worker:
 
     def start(self, waiting: queue.SimpleQueue, results: queue.SimpleQueue) -> None:
         def feed() -> None:
-            if not self._send(list(sys.path)): return results.put(("", CheckFailed(self._said("the compiler of kernels"))))
+            fresh = True
             while True:
+                if fresh and not self._send(list(sys.path)): return results.put(("", CheckFailed(self._said("the compiler of kernels"))))
                 try:
                     name, asked = waiting.get_nowait()
                 except queue.Empty:
                     return None
                 answer = receive(cast(BinaryIO, self.process.stdout)) if self._send(asked) else None
-                if answer is None: return results.put((name, CheckFailed(self._said(f"kernel {asked.title}"))))
-                results.put((name, msgspec.msgpack.decode(answer, type=Binary)))
+                if fresh := answer is None:
+                    results.put((name, CheckFailed(self._said(f"kernel {asked.title}"))))
+                    if not self._restart(): return None
+                else: results.put((name, msgspec.msgpack.decode(answer, type=Binary)))
 
         self.thread = threading.Thread(target=feed, daemon=True)
         self.thread.start()
@@ -242,10 +274,17 @@ class _Worker:
         return f"{what} does not compile: {last}"
 
     def close(self) -> None:
+        with self.lock:
+            self.closed = True
+            self.process.kill()
+        if self.thread: self.thread.join()
+        self._end()
+        self.errors.close()
+
+    def _end(self) -> None:
         self.process.kill()
         self.process.wait()
-        if self.thread: self.thread.join()
-        for pipe in (self.process.stdin, self.process.stdout, self.errors):
+        for pipe in (self.process.stdin, self.process.stdout):
             with contextlib.suppress(OSError):               # what was not sent cannot be
                 if pipe: pipe.close()
 

@@ -10,7 +10,7 @@ from ...compiler.errors import CheckFailed
 from ...runtime.device import Launch
 from ...runtime.program import Program
 from ..host_device import HostDevice
-from ..launch import launches_of
+from ..launch import candidates_of
 from ..reference import Bound
 from . import registry
 from .backend import GpuLaunch
@@ -53,10 +53,14 @@ def interpreter(arch: str, programs: Iterable[Program], bounds: Mapping[str, Bou
     """The device for the programs of a compile. bounds: by program name."""
     made = dict[str, registry.Launch]()
     for program in programs:
-        bound = bounds[program.name]
-        launches = [launch for unit in bound.units for launch in launches_of(unit, bound.context)]
-        made.update({step.kernel: launch.made for step, launch in zip(program.steps, launches, strict=True)
-                     if isinstance(launch, GpuLaunch) and launch.made})
+        bound, ways = bounds[program.name], {call.step: choice for choice in program.choices for call in choice.calls}
+        firsts = [at for at, step in enumerate(program.steps) if not step.part]
+        for unit, first in zip(bound.units, firsts, strict=True):
+            known = candidates_of(unit, bound.context)
+            if first in ways: pairs = [(c.steps, known[c.name]) for c in ways[first].candidates]
+            else: pairs = [(program.steps[first:first + len(steps)], steps) for steps in known.values()][:1]
+            made.update({step.kernel: launch.made for steps, launches in pairs for step, launch in zip(steps, launches, strict=True)
+                         if isinstance(launch, GpuLaunch) and launch.made})
     return InterpreterDevice(arch, made)
 
 

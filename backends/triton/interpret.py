@@ -9,19 +9,31 @@ from ...compiler.errors import UserError
 from .registry import Emit, kernels
 
 
-def run(op: str, **arguments: Any) -> Any:
-    """The results of one call, each of whose elements was poisoned before. ValueError with the reason where the kernel refuses it."""
+def picks(op: str, **arguments: Any) -> range:
+    """Which cuts a call offers."""
+    return range(max(1, len(_lowered(op, Emit(), arguments)[0].offered)))
+
+
+def run(op: str, pick: int = 0, **arguments: Any) -> Any:
+    """The results of one call in one of its cuts, each of whose elements was poisoned before.
+
+    ValueError with the reason where the kernel refuses it.
+    """
     check_interpreting()
-    found = kernels()[op]
-    if reason := found.refuse(**arguments): raise ValueError(f"{op}: {reason}")
-    shapes = found.call(**{name: _meta(value) for name, value in arguments.items()})
-    results = [] if shapes is None else [poisoned(s) for s in (shapes if isinstance(shapes, tuple | list) else [shapes])]
-    emit = Emit()
-    found.lower(emit, *results, **arguments)
+    emit, results = _lowered(op, Emit(pick), arguments)
     for scratch in emit.scratch: poison(scratch)
     with np.errstate(all="ignore"):                          # inf and nan mean no harm
         for launch in emit.launches: launch.function[launch.grid](*launch.args, **launch.constants)
     return results[0] if len(results) == 1 else tuple(results)
+
+
+def _lowered(op: str, emit: Emit, arguments: dict[str, Any]) -> tuple[Emit, list[Tensor]]:
+    found = kernels()[op]
+    if reason := found.refuse(**arguments): raise ValueError(f"{op}: {reason}")
+    shapes = found.call(**{name: _meta(value) for name, value in arguments.items()})
+    results = [] if shapes is None else [poisoned(s) for s in (shapes if isinstance(shapes, tuple | list) else [shapes])]
+    found.lower(emit, *results, **arguments)
+    return emit, results
 
 
 def _meta(value: Any) -> Any:

@@ -8,7 +8,7 @@ import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,11 +17,27 @@ from . import kernels as package
 
 
 @dataclass(frozen=True)
+class Work:
+    """What one program of a launch does, padding included: what ranking.py needs beside the compiler's report.
+
+    Bytes: `cold` come from memory (weights, keys), `warm` were just written or are read by many (rows of x, parts of a split), `stores`
+    are written; `ahead`, of the loads, are on their way while it computes. flops: of its products. rounds: of its loop.
+    """
+
+    cold: int = 0
+    warm: int = 0
+    stores: int = 0
+    ahead: int = 0
+    flops: int = 0
+    rounds: int = 1
+
+
+@dataclass(frozen=True)
 class Launch:
     """One kernel launch: a grid of programs over tensors and numbers; constants are compiled in.
 
     args follow the kernel's own arguments that are not constants: tensors, ints (i32, or i64 past 2**31) and floats (fp32).
-    spills_ok: its registers may spill to memory; of any other kernel the build refuses that.
+    spills_ok: its registers may spill to memory; of any other kernel the build refuses that. work: where a call has several cuts.
     """
 
     function: Any                        # what @triton.jit made
@@ -31,19 +47,32 @@ class Launch:
     warps: int = 4
     stages: int = 3
     spills_ok: bool = False
+    work: Work | None = None
+
+
+Cut = TypeVar("Cut")
 
 
 @dataclass
 class Emit:
-    """Collects the launches of one call, and the scratch tensors they share."""
+    """Collects the launches of one call, and the scratch tensors they share. pick: of the cuts a kernel offers, the one to lower."""
 
+    pick: int = 0
+    offered: tuple[str, ...] = ()
     launches: list[Launch] = field(default_factory=list)
     scratch: list[Tensor] = field(default_factory=list)
 
     def __call__(self, function: Any, *, grid: tuple[int, ...], args: Sequence[Tensor | int | float], warps: int = 4, stages: int = 3,
-                 spills_ok: bool = False, **constants: Any) -> None:
-        """One more launch. A grid with a 0 in it launches nothing."""
-        if all(grid): self.launches.append(Launch(function, grid, tuple(args), constants, warps, stages, spills_ok))
+                 spills_ok: bool = False, work: Work | None = None, **constants: Any) -> None:
+        """One more launch. A grid with a 0 in it launches nothing. What stands beside the rule's cut may never spill."""
+        if all(grid): self.launches.append(Launch(function, grid, tuple(args), constants, warps, stages, spills_ok and not self.pick, work))
+
+    def choice(self, cuts: Sequence[Cut]) -> Cut:
+        """The cut to lower, of several ways to cut the work of a call: the rule's first, then what may be faster. A call offers once."""
+        if self.offered: raise ValueError("a call offers its cuts once")
+        unique = tuple(dict.fromkeys(cuts))
+        self.offered = tuple(map(str, unique))
+        return unique[self.pick]
 
     def empty(self, *shape: int, dtype: torch.dtype, like: Tensor) -> Tensor:
         """Scratch that lives during this call: partial sums of a split."""

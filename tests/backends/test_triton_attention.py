@@ -1,5 +1,5 @@
 """Paged attention on Triton, interpreted, against its meaning in fp64: mixed batches over a cache whose unwritten places are NaN."""
-from triton_env import FLOATS, exact, judge, kernels, plain, randn, run, ulp  # isort: skip  # before anything of Triton
+from triton_env import FLOATS, exact, judge, kernels, picks, plain, randn, run, ulp  # isort: skip  # before anything of Triton
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from infc.backends.triton.kernels.paged_attention import tiles
+from infc.backends.triton.kernels.paged_attention import cuts, tiles
 from infc.backends.triton.registry import Emit
 from infc.compiler.ops.kv_quantized import stored
 from torch import Tensor
@@ -73,10 +73,10 @@ def step(kind: Kind, batch: list[tuple[int, int]], dtype: torch.dtype, seed: int
             "scale": kind.head**-0.5, "window": kind.window, "softcap": kind.softcap}
 
 
-def check(arguments: dict[str, Any]) -> Tensor:
+def check(arguments: dict[str, Any], pick: int = 0) -> Tensor:
     """Padding gives zeros; every other row is as near to the meaning in fp64 as the reference is, twice over where sums are fp32."""
     op = "infc::paged_attention" + ("_quantized" if "k_scale" in arguments else "")
-    found, tokens = run(op, **arguments), int(arguments["query_start"][-1])
+    found, tokens = run(op, pick, **arguments), int(arguments["query_start"][-1])
     assert bool((found[tokens:] == 0).all()) and len(found) == tokens + PADDING
     heads = (found[:tokens], plain(op, **arguments)[:tokens], exact(op, **arguments)[:tokens])
     judge(*heads, times=1 if found.dtype == BF16 else 2)
@@ -160,6 +160,24 @@ def test_every_cut_is_taken() -> None:
     assert tiles(64, 64, 8192, **sizes).split == 1 and tiles(64, 64, 8192, **sizes).rows == 16
     assert tiles(2048, 8, 8192, **sizes).rows == 128 and tiles(2048, 8, 8192, **sizes).split == 1
     assert tiles(8, 8, 8192, **sizes | {"group": 71}).rows == 128       # all query heads of a kv head fit one tile
+
+
+@pytest.mark.parametrize("batch", [BATCHES["decode"], BATCHES["mixed"], [(250, 0)]], ids=str)
+def test_every_cut_gives_what_attention_means(batch: list[tuple[int, int]]) -> None:
+    arguments = step(KINDS["three to one"], batch, BF16)
+    several = picks("infc::paged_attention", **arguments)
+    assert 2 <= len(several) <= 4
+    for pick in several: check(arguments, pick)
+
+
+def test_cuts_of_real_sizes() -> None:
+    """The rule's first, no two alike, at most four; of fp32 one."""
+    sizes = {"group": 4, "kv_heads": 8, "head": 128}
+    for tokens, sequences in ((1, 1), (64, 64), (512, 64), (2048, 64)):
+        several = cuts(tokens, sequences, 8192, dtype=BF16, **sizes)
+        assert several[0] == tiles(tokens, sequences, 8192, dtype=BF16, **sizes)
+        assert 2 <= len({*several}) == len({*map(str, several)}) <= 4 and all(cut.split <= 32 for cut in several)
+    assert len(cuts(8, 8, 8192, dtype=F32, **sizes)) == 1
 
 
 @pytest.mark.parametrize(("change", "reason"), [

@@ -1,5 +1,5 @@
 """Dense attention on Triton, interpreted, against its meaning in fp64: every mask, biases that broadcast, rows that see nothing."""
-from triton_env import FLOATS, conform, exact, kernels, plain, randn, run, ulp  # isort: skip  # before anything of Triton
+from triton_env import FLOATS, conform, exact, kernels, picks, plain, randn, run, ulp  # isort: skip  # before anything of Triton
 
 from typing import Any
 
@@ -33,6 +33,13 @@ def check(**arguments: Any) -> None:
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks(mask: str, window: int, dtype: torch.dtype) -> None:
     check(**inputs((3, 1), 40, 70, 32, dtype=dtype), mask=mask, window=window)
+
+
+def test_every_cut_gives_what_attention_means() -> None:
+    arguments = {**inputs((2, 1), 200, 200, 64, batch=1), "mask": "causal"}
+    several = picks("infc::attention", **arguments)
+    assert 2 <= len(several) <= 4
+    for pick in several: conform("infc::attention", pick=pick, **arguments)
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)

@@ -191,7 +191,7 @@ def test_a_damaged_entry_is_noted_and_made_again(
     entry, good = tmp_path / name, (cache / name).read_bytes()
     if how == "folder": (entry / "inside").mkdir(parents=True)
     else: entry.write_bytes(DAMAGE[how](good))
-    monkeypatch.setattr(building, "_compile", lambda asked, workers: [(name, scaled.made) for name in asked])
+    monkeypatch.setattr(building, "_compile", lambda asked, needed, workers: [(name, scaled.made) for name in asked])
     notes: list[str] = []
     assert build([SCALE], "sm_90a", cache=tmp_path, note=notes.append) == [scaled]
     assert len(notes) == 1 and f"the kept kernel {entry} is of no use" in notes[0]
@@ -207,7 +207,7 @@ def test_an_entry_under_another_key_is_not_used(scaled: Code, cache: Path, tmp_p
 
 def test_a_cache_that_cannot_be_written_costs_a_note(scaled: Code, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(building, "_compile", lambda asked, workers: [(name, scaled.made) for name in asked])
+    monkeypatch.setattr(building, "_compile", lambda asked, needed, workers: [(name, scaled.made) for name in asked])
     notes: list[str] = []
     assert build([SCALE], "sm_90a", cache=tmp_path / "file", note=notes.append) == [scaled]
     assert len(notes) == 1 and notes[0].startswith("1 kernel is not kept for the next compile: ") and str(tmp_path / "file") in notes[0]
@@ -254,6 +254,17 @@ def test_what_does_not_compile_is_one_line(tmp_path: Path) -> None:
     said = fails(Launch(planted.wrong_size, (1,), (X,), {"BLOCK": 8}), tmp_path)
     assert "kernel wrong_size[BLOCK=8" in said and "BLOCK is no multiple of 16" in said
     assert not list(tmp_path.iterdir())
+
+
+def test_what_is_optional_fails_alone(tmp_path: Path) -> None:
+    """A kernel that ends its compiler, one that spills, and one behind them that is needed: the first two are reasons."""
+    x = torch.empty(128, 4096, device="meta", dtype=torch.bfloat16)
+    launches = [Launch(planted.wrong_name, (1,), (X,), {"BLOCK": 64}), Launch(planted.spill, (1,), (X, X), {"N": 8192}, warps=1),
+                Launch(planted.greedy_of_shared, (1,), (x, x, X), {"BLOCK": 128, "K": 128}, warps=8, stages=6), SCALE]
+    *refused, made = building.attempt(launches, "sm_90a", {0, 1, 2}, cache=tmp_path, workers=1)
+    assert [str(one).partition("for sm_90a ")[2].split()[0] for one in refused] == ["does", "spills", "needs"]
+    assert isinstance(made, Code)
+    with pytest.raises(CheckFailed, match="wrong_name"): building.attempt(launches, "sm_90a", {1, 2}, cache=tmp_path, workers=1)
 
 
 def test_too_much_shared_memory_fails(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 """Products on Triton, interpreted, against their meaning in fp64: every cut (one row, few, many, split K), odd sizes, each dtype."""
-from triton_env import FLOATS, conform, exact, kernels, plain, randn, run, ulp  # isort: skip  # before anything of Triton
+from triton_env import FLOATS, conform, exact, kernels, picks, plain, randn, run, ulp  # isort: skip  # before anything of Triton
 
 from itertools import product
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from infc.backends.triton.kernels.linear import Tiles, tiles
+from infc.backends.triton.kernels.linear import Tiles, cuts, one_row_cuts, tiles
 from infc.backends.triton.registry import Emit
 from torch import Tensor
 
@@ -108,3 +108,32 @@ def test_no_rows_is_no_launch() -> None:
 ])
 def test_refuses(change: dict, reason: str) -> None:
     with pytest.raises(ValueError, match=reason): run("infc::linear", **{"x": randn(2, 8), "w": randn(3, 8)} | change)
+
+
+@pytest.mark.parametrize(("rows", "n", "k"), [(1, 70, 600), (5, 70, 600), (70, 140, 200), (130, 140, 200)])
+def test_every_cut_gives_what_the_product_means(rows: int, n: int, k: int) -> None:
+    arguments = {"x": randn(rows, k, dtype=BF16), "w": weight(n, k, BF16), "bias": randn(n, dtype=BF16, seed=2)}
+    pair = {"x": randn(rows, k, dtype=F16), "w": weight(2 * n, k, F16), "act": "silu"}
+    for op, call in (("infc::linear", arguments), ("infc::linear_swiglu", pair)):
+        several = picks(op, **call)
+        assert 2 <= len(several) <= 4
+        for pick in several: conform(op, pick=pick, **call)
+
+
+def test_cuts_of_real_sizes() -> None:
+    """The rule's first, no two alike, at most four, a part of two steps at least; fp32 has one: larger tiles of it spill."""
+    for rows, (n, pair) in product((2, 32, 64, 512, 2048), ((4096, False), (14_336, True))):
+        several = cuts(rows, n, 4096, BF16, pair)
+        assert several[0] == tiles(rows, n, 4096, BF16, pair) and 2 <= len({*several}) == len({*map(str, several)}) <= 4
+        assert all(cut.split * cut.block_k * 2 <= 4096 for cut in several)
+    assert cuts(8, 4096, 4096, F32, pair=False) == [tiles(8, 4096, 4096, F32, pair=False)]
+    assert [*map(str, one_row_cuts(4096, 4096, pair=False))] == [
+        "1x4x1024, 4 warps, 3 stages", "1x2x1024, 4 warps, 3 stages", "1x1x1024, 4 warps, 3 stages", "1x8x1024, 8 warps, 3 stages"]
+
+
+def test_a_call_offers_once_and_what_stands_beside_the_rule_may_not_spill() -> None:
+    emit = Emit(1)
+    assert emit.choice(["a", "a", "b"]) == "b" and emit.offered == ("a", "b")
+    with pytest.raises(ValueError, match="once"): emit.choice(["c"])
+    for one in (emit, rule := Emit()): one(None, grid=(1,), args=(), spills_ok=True)
+    assert not emit.launches[0].spills_ok and rule.launches[0].spills_ok

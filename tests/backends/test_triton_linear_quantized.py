@@ -1,5 +1,5 @@
 """Products and lookups of codes on Triton, interpreted, against their meaning in fp64; and the constants of their assembly."""
-from triton_env import FLOATS, conform, exact, kernels, plain, randn, run, ulp  # isort: skip  # before anything of Triton
+from triton_env import FLOATS, conform, exact, kernels, picks, plain, randn, run, ulp  # isort: skip  # before anything of Triton
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from infc.backends.triton import primitives
-from infc.backends.triton.kernels.linear_quantized import tiles
+from infc.backends.triton.kernels.linear_quantized import cuts, tiles
 from infc.backends.triton.registry import Emit
 from infc.compiler.ops.codes import groups, pack_codes
 from ptx import run_ptx
@@ -26,9 +26,9 @@ def weight(n: int, k: int, bits: int, group: int, offset: bool, seed: int = 0) -
             "offset": (-scale * 2 ** (bits - 1) * (0.9 + torch.rand(scale.shape, generator=dice) / 5)).half() if offset else None}
 
 
-def check(op: str, **arguments: Any) -> None:
+def check(op: str, pick: int = 0, **arguments: Any) -> None:
     """As near to fp64 as the reference, plus one ulp of the row; fp32 sums: plus one ulp of the magnitudes that are added."""
-    found, own, wide = run(op, **arguments), plain(op, **arguments), exact(op, **arguments)
+    found, own, wide = run(op, pick, **arguments), plain(op, **arguments), exact(op, **arguments)
     assert found.shape == wide.shape and found.dtype == own.dtype and not found.isnan().any()
     size = wide.abs().amax(-1, keepdim=True)
     if found.dtype == F32:
@@ -85,6 +85,26 @@ def test_rows_become_the_codes_of_the_reference() -> None:
         first.function[first.grid](*first.args, **first.constants)
         codes, scale = torch.ops.infc.quantize_rows(x, 8, group)
         assert torch.equal(first.args[1], codes) and torch.equal(first.args[2], scale)
+
+
+@pytest.mark.parametrize(("rows", "act_bits", "bits", "offset"), [(3, 8, 4, True), (3, 0, 8, False), (40, 0, 4, True)])
+def test_every_cut_gives_what_the_product_means(rows: int, act_bits: int, bits: int, offset: bool) -> None:
+    given = {"x": randn(rows, 520, dtype=BF16), "act_bits": act_bits, "act_group": 0}
+    plain, pair = weight(100, 520, bits, 32, offset), weight(2 * 50, 520, bits, 32, offset)
+    for op, arguments in (("infc::linear_quantized", given | plain | {"bias": None, "residual": None}),
+                          ("infc::linear_swiglu_quantized", given | pair | {"act": "gelu"})):
+        several = picks(op, **arguments)
+        assert 2 <= len(several) <= 4
+        for pick in several: check(op, pick, **arguments)
+
+
+def test_cuts_of_real_sizes() -> None:
+    """The rule's first, no two alike, at most four; of fp32 one."""
+    for rows, bits, more in ((1, 4, False), (16, 8, True), (64, 4, True), (2048, 4, False)):
+        several = cuts(rows, 4096, 4096, bits, 32, more, False)
+        assert several[0] == tiles(rows, 4096, 4096, bits, 32, more, False) and 2 <= len({*several}) == len({*map(str, several)}) <= 4
+        assert all(cut.split * cut.block_k * 2 <= 4096 for cut in several)
+    assert len(cuts(8, 4096, 4096, 4, 32, False, True)) == 1
 
 
 def test_every_cut_is_taken() -> None:

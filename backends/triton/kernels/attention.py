@@ -1,4 +1,6 @@
 """infc::attention: dense attention of any mask and bias, tiled like infc::paged_attention: the query heads of a kv head share its bytes."""
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -9,7 +11,7 @@ from ....compiler.ops.attention import MASKS, heads_per_group
 from ..primitives import dot, narrow, tanh
 from ..registry import Emit, kernel
 from ..rows import FLOATS, power_of_2
-from .paged_attention import LOG2_E, MAX_GROUP, MAX_HEAD, tiles
+from .paged_attention import LOG2_E, MAX_GROUP, MAX_HEAD, cuts, work_of
 
 
 def refuse(
@@ -89,7 +91,7 @@ def lower(
     (batch, heads, queries, d), (kv_heads, keys), dv = q.shape, k.shape[1:3], v.shape[3]
     if not y.numel(): return
     group = heads_per_group(heads, kv_heads)
-    cut = tiles(queries, 1, keys, group, kv_heads, max(d, dv), q.dtype)
+    cut = emit.choice([replace(cut, split=1, warps=8) for cut in cuts(queries, 1, keys, group, kv_heads, max(d, dv), q.dtype)])
     block = 32 if bias is not None and max(d, dv) > 64 else cut.keys     # a tile of the bias is as large as one of the scores
     per_tile = cut.rows // group
     strides = (0, 0, 0, 0) if bias is None else bias.expand(batch, heads, queries, keys).stride()
@@ -97,7 +99,8 @@ def lower(
     emit(_attention, grid=(-(-queries // per_tile), batch * kv_heads),
          args=(q, k, v, held, y, queries, keys, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *strides,
                scale / softcap if softcap else scale * LOG2_E, softcap * LOG2_E),
-         warps=8, stages=cut.stages, spills_ok=True,                # none on sm_90a, which a test holds
+         work=work_of(replace(cut, keys=block), keys, d, dv, k, q, y), warps=cut.warps, stages=cut.stages,
+         spills_ok=True,                                            # none on sm_90a, which a test holds
          KV_HEADS=kv_heads, GROUP=group, D=d, DV=dv, MASK=mask, WINDOW=window,
          SOFTCAP=bool(softcap), BIAS="none" if bias is None else "bool" if bias.dtype == torch.bool else "float", TOKENS=per_tile,
          ROWS=cut.rows, KEYS=block, WIDE=max(16, power_of_2(d)), WIDE_V=max(16, power_of_2(dv)))

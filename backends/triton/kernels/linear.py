@@ -4,7 +4,8 @@ One row: a program reads whole rows of w, 16 bytes a load, with several loads of
 until the end: one launch, bounded by memory alone. More rows: tiles [w rows, x rows], so that a few rows of x are the narrow side of the
 tensor core's tile; where the tiles are fewer than the card holds, K is split, the parts lie in scratch, and a second launch adds them.
 """
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -14,7 +15,7 @@ from torch import Tensor
 from ....compiler.ops import linear, linear_swiglu
 from ....compiler.ops.swiglu import ACTIVATIONS
 from ..primitives import activate, dot, narrow
-from ..registry import Emit, kernel
+from ..registry import Emit, Work, kernel
 from ..rows import power_of_2, refuse_dtypes, refuse_out
 
 CTAS = 264
@@ -140,9 +141,29 @@ class Tiles:
     warps: int
     stages: int
 
+    def __str__(self) -> str:
+        return f"{self.block_m}x{self.block_n}x{self.block_k}, split {self.split}, {self.warps} warps, {self.stages} stages"
+
+
+def cuts(rows: int, n: int, k: int, dtype: torch.dtype, pair: bool) -> list[Tiles]:
+    """The rule's tiles, and others: up to 64 rows K in fewer or more parts, or larger tiles; then more stages, other shapes of a tile."""
+    rule = tiles(rows, n, k, dtype, pair)
+    if dtype == torch.float32: return [rule]
+    if rows <= 64:
+        larger = replace(rule, block_n=2 * rule.block_n, warps=8, stages=3)
+        return [rule, *splits(rule, rule.block_k, k), replace(larger, split=_parts(rows, n, k, larger))]
+    others = [replace(rule, stages=4), replace(rule, block_m=64, warps=4, stages=4)]
+    if not pair: others.append(replace(rule, block_m=128, block_n=256 if rule.block_m == 128 else 128))
+    return [rule, *(replace(cut, split=_parts(rows, n, k, cut)) for cut in others)]
+
+
+def splits(rule: Any, block_k: int, k: int) -> list[Any]:
+    """The same tiles with K in half and in twice as many parts, of at least two steps each."""
+    return [replace(rule, split=split) for split in (rule.split // 2, 2 * rule.split) if 1 <= split <= max(1, k // block_k // 2)]
+
 
 def tiles(rows: int, n: int, k: int, dtype: torch.dtype, pair: bool) -> Tiles:
-    """The static choice. pair: two weights' rows a tile (gate and up).
+    """The rule's choice. pair: two weights' rows a tile (gate and up).
 
     Up to 16 rows memory decides: 16 KB of w a stage, three stages ahead, two programs an SM keep about 100 KB on the way, more than
     the 25 KB an SM that 4.8 TB/s need at 700 ns. From 128 rows the tensor cores decide: 128 x 128 (or x 256) a program.
@@ -153,9 +174,12 @@ def tiles(rows: int, n: int, k: int, dtype: torch.dtype, pair: bool) -> Tiles:
     elif rows <= 64: block_m, block_n, block_k, warps, stages = 64, 64, 64, 4, 4
     elif rows <= 512 or pair: block_m, block_n, block_k, warps, stages = 128, 128, 64, 8, 3
     else: block_m, block_n, block_k, warps, stages = 256, 128, 64, 8, 3
-    block_k = min(block_k, max(16, power_of_2(k)))
-    split = parts(-(-rows // block_m) * -(-n // block_n), k // block_k, CTAS if rows <= 64 else CTAS // 2)
-    return Tiles(block_m, block_n, block_k, split, warps, stages)
+    cut = Tiles(block_m, block_n, min(block_k, max(16, power_of_2(k))), 1, warps, stages)
+    return replace(cut, split=_parts(rows, n, k, cut))
+
+
+def _parts(rows: int, n: int, k: int, cut: Tiles) -> int:
+    return parts(-(-rows // cut.block_m) * -(-n // cut.block_n), k // cut.block_k, CTAS if rows <= 64 else CTAS // 2)
 
 
 def parts(programs: int, steps: int, wanted: int) -> int:
@@ -166,6 +190,28 @@ def parts(programs: int, steps: int, wanted: int) -> int:
     return 1 << (max(1, min(16, steps // 4, wanted // programs)).bit_length() - 1)
 
 
+@dataclass(frozen=True)
+class OneRow:
+    """How a product with one row is cut: block_n rows of w a program, block_k columns at a time."""
+
+    block_n: int
+    block_k: int
+    warps: int = 4
+    stages: int = 3
+
+    def __str__(self) -> str:
+        return f"1x{self.block_n}x{self.block_k}, {self.warps} warps, {self.stages} stages"
+
+
+def one_row_cuts(n: int, k: int, pair: bool) -> list[OneRow]:
+    """The rule's: 4096 numbers a step, four loads of 16 bytes a thread of two-byte weights, the width that pads K least; half, a quarter
+    and twice as many rows of w a program."""
+    block_k = min((1024, 512, 256), key=lambda b: (-(-k // b) * b, -b))
+    rule = OneRow(4096 // block_k // (2 if pair else 1), block_k)
+    return [rule, *(replace(rule, block_n=rule.block_n // less) for less in (2, 4) if rule.block_n >= less),
+            replace(rule, block_n=2 * rule.block_n, warps=8)]
+
+
 def lower_product(emit: Emit, y: Tensor, x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, act: str) -> None:
     """y [..., N] from x [..., K] and w [N, K], or [2N, K] with an activation."""
     n, k = y.shape[-1], x.shape[-1]
@@ -173,25 +219,44 @@ def lower_product(emit: Emit, y: Tensor, x: Tensor, w: Tensor, bias: Tensor | No
     if not rows: return
     extras = (x if bias is None else bias, x if residual is None else residual)     # one that is absent is never read
     flags = {"N": n, "K": k, "ACT": act, "BIAS": bias is not None, "RESIDUAL": residual is not None}
+    weights, size = 2 if act else 1, w.element_size()
     if rows == 1:
-        # 4096 numbers a step: four loads of 16 bytes a thread of two-byte weights. The width that pads K least.
-        block_k = min((1024, 512, 256), key=lambda b: (-(-k // b) * b, -b))
-        block_n = 4096 // block_k // (2 if act else 1)
-        emit(_one_row, grid=(-(-n // block_n),), args=(x, w, *extras, y), warps=4, **flags, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=3)
+        row = emit.choice(one_row_cuts(n, k, bool(act)))
+        padded = -(-k // row.block_k) * row.block_k
+        work = Work(cold=weights * row.block_n * k * size, warm=k * size, stores=row.block_n * y.element_size(),
+                    ahead=(row.stages - 1) * weights * row.block_n * row.block_k * size, flops=2 * weights * row.block_n * padded,
+                    rounds=padded // row.block_k)
+        emit(_one_row, grid=(-(-n // row.block_n),), args=(x, w, *extras, y), warps=row.warps, work=work, **flags, BLOCK_N=row.block_n,
+             BLOCK_K=row.block_k, STAGES=row.stages)
         return
-    cut = tiles(rows, n, k, x.dtype, bool(act))
+    cut = emit.choice(cuts(rows, n, k, x.dtype, bool(act)))
     part = y if cut.split == 1 else emit.empty(cut.split, rows, w.shape[0], dtype=torch.float32, like=x)
     emit(_rows, grid=(-(-rows // cut.block_m) * -(-n // cut.block_n), cut.split), args=(x, w, *extras, part, rows), warps=cut.warps,
-         stages=cut.stages, **flags, BLOCK_M=cut.block_m, BLOCK_N=cut.block_n, BLOCK_K=cut.block_k, SPLIT=cut.split,
+         stages=cut.stages, work=work_of(cut, weights * cut.block_n * size, cut.block_m * size, cut.block_m, weights, part, k), **flags,
+         BLOCK_M=cut.block_m, BLOCK_N=cut.block_n, BLOCK_K=cut.block_k, SPLIT=cut.split,
          spills_ok=cut.block_m >= 128 or bool(act) or k % 16 > 0)    # none at real sizes on sm_90a, which a test holds; 28 bytes, odd K 120
     if cut.split > 1: lower_combine(emit, y, part, extras, rows, flags, cut.split)
+
+
+def work_of(cut: Any, cold: float, warm: float, columns: int, weights: int, part: Tensor, k: int) -> Work:
+    """Of one tile. cold, warm: bytes of w and of x a column of K; columns: multiplied with each row of w, padding included.
+
+    weights: 2 where a tile is of gate and up, which are apart in `part` and one in y.
+    """
+    rounds = -(-k // (cut.block_k * cut.split))
+    deep = rounds * cut.block_k
+    numbers = cut.block_m * cut.block_n * (weights if cut.split > 1 else 1)
+    return Work(cold=int(cold * deep), warm=int(warm * deep), stores=numbers * part.element_size(), rounds=rounds,
+                ahead=int((cut.stages - 1) * cut.block_k * (cold + warm)), flops=2 * columns * weights * cut.block_n * deep)
 
 
 def lower_combine(emit: Emit, y: Tensor, part: Tensor, extras: tuple[Tensor, Tensor], rows: int, flags: dict, split: int) -> None:
     """The launch that adds the parts of a split."""
     n = y.shape[-1]
     block = min(1024, power_of_2(n))
+    loads = split * block * part.element_size() * (2 if flags["ACT"] else 1)
     emit(combine, grid=(rows, -(-n // block)), args=(part, *extras, y, rows), warps=4,
+         work=Work(warm=loads, stores=block * y.element_size(), ahead=loads),
          **{name: value for name, value in flags.items() if name != "K"}, SPLIT=split, BLOCK=block)
 
 

@@ -9,7 +9,7 @@ act_bits 8: a first launch rounds the rows of x to codes (compiler.ops.codes.row
 tensor cores where a tile is deep enough for them.
 """
 # ruff: noqa: RET505, SIM108  # Triton compiles what follows a constant `if`; only an `else` leaves it out
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -21,9 +21,9 @@ from ....compiler.ops.codes import ROW_LIMIT, TINY, groups
 from ....compiler.ops.linear_quantized import linear_swiglu_quantized
 from ....compiler.ops.swiglu import ACTIVATIONS
 from ..primitives import bytes_as, dot, halves_as, pairs_of, quarters_of
-from ..registry import Emit, kernel
+from ..registry import Emit, Work, kernel
 from ..rows import power_of_2, refuse_dtypes, refuse_out
-from .linear import CTAS, epilogue, lower_combine, parts, store_part, tile
+from .linear import CTAS, epilogue, lower_combine, parts, splits, store_part, tile, work_of
 
 GROUPS = (32, 64, 128, 256)
 MAX_ROW = 32_768
@@ -199,9 +199,23 @@ class Tiles:
     warps: int
     stages: int
 
+    def __str__(self) -> str:
+        return (f"{self.block_m}x{self.block_n}x{self.block_k}, {self.block_g} groups, split {self.split}, {self.warps} warps, "
+                f"{self.stages} stages")
+
+
+def cuts(rows: int, n: int, k: int, bits: int, group: int, more: bool, wide: bool, offset: bool = False) -> list[Tiles]:
+    """The rule's tiles, and others: K in fewer or more parts, twice or half as many rows of codes."""
+    rule = tiles(rows, n, k, bits, group, more, wide, offset)
+    if wide: return [rule]
+    few = rule.block_m <= 16
+    other = replace(rule, block_n=2 * rule.block_n, warps=8) if rule.block_n == 64 else replace(rule, block_n=64, warps=4)
+    programs = -(-rows // other.block_m) * -(-n // other.block_n)
+    return [rule, *splits(rule, rule.block_k, k), replace(other, split=parts(programs, k // other.block_k, 2 * CTAS if few else CTAS // 2))]
+
 
 def tiles(rows: int, n: int, k: int, bits: int, group: int, more: bool, wide: bool, offset: bool = False) -> Tiles:
-    """The static choice. Few rows: 128 bytes of each row of codes a step where 32 columns allow it; many rows: one group a step.
+    """The rule's choice. Few rows: 128 bytes of each row of codes a step where 32 columns allow it; many rows: one group a step.
 
     more: two sums an element (gate and up), or offsets besides scales of both sides: half as many elements, or they spill.
     wide: fp32 operands, which no tensor core takes: smaller tiles, or the multiplies spill.
@@ -226,7 +240,7 @@ def _lower(
     if not rows: return
     group = k if groups(k, group) == 1 else group
     more = bool(act) or (offset is not None and bool(act_bits) and groups(k, act_group) > 1)
-    cut = tiles(rows, n, k, bits, group, more, x.dtype == torch.float32 and not act_bits, offset is not None)
+    cut = emit.choice(cuts(rows, n, k, bits, group, more, x.dtype == torch.float32 and not act_bits, offset is not None))
     x_scale, x_scales = scale, ""
     if act_bits:
         x, x_scale = _rounded(emit, x, rows, act_group)
@@ -237,7 +251,11 @@ def _lower(
     int8 = bool(act_bits) and cut.block_k * bits // 8 >= 32          # as deep as an int8 tensor core's tile
     each = 16 // bits                                               # codes of a word: the columns of each are 16 at least
     words = not int8 and cut.block_m <= 16 and cut.block_k // each >= 16 and k % each == 0
-    emit(_codes, grid=(-(-rows // cut.block_m) * -(-n // cut.block_n), cut.split),
+    weights = 2 if act else 1
+    scales = 2 * (1 if offset is None else 2) / group               # bytes of fp16 a code
+    work = work_of(cut, weights * cut.block_n * (bits / 8 + scales), cut.block_m * x.element_size(),
+                   cut.block_m * cut.block_g, weights, part, k)
+    emit(_codes, work=work, grid=(-(-rows // cut.block_m) * -(-n // cut.block_n), cut.split),
          args=(x, x_scale, codes, scale, scale if offset is None else offset, *extras, part, rows),
          warps=cut.warps, stages=cut.stages, **flags, BITS=bits, GROUP=group, OFFSET=offset is not None, X_SCALES=x_scales, INT8=int8,
          WORDS=words, spills_ok=True,                                # none on sm_90a, which a test holds; a few bytes on others
@@ -254,7 +272,8 @@ def _rounded(emit: Emit, x: Tensor, rows: int, group: int) -> tuple[Tensor, Tens
     wide = power_of_2(group)
     block_g = min(power_of_2(count), max(1, 2048 // wide))
     emit(_round_rows, grid=(rows, -(-count // block_g)), args=(x, codes, scale, TINY, float(ROW_LIMIT[8])), warps=8 if wide > 4096 else 4,
-         K=k, GROUP=group, G=count, WIDE=wide, BLOCK_G=block_g)
+         K=k, GROUP=group, G=count, WIDE=wide, BLOCK_G=block_g,
+         work=Work(warm=block_g * group * x.element_size(), stores=block_g * (group + 4), ahead=block_g * group * x.element_size()))
     return codes, scale
 
 

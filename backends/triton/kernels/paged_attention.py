@@ -6,7 +6,7 @@ T // tokens + N + 1 slots cover every mix. Few programs: the keys a tile sees ar
 launch weighs the parts by their log-sum-exp (flash decoding). Keys beyond context_len or before every window of the tile are not read.
 Probabilities are rounded to q's dtype before they meet the values, as tensor cores want them: a wider out_dtype makes no finer result.
 """
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -18,7 +18,7 @@ from ....compiler.ops.attention import heads_per_group
 from ....compiler.ops.kv_quantized import paged_attention_quantized
 from ....compiler.placement import Limit
 from ..primitives import dot, narrow, signed_as, tanh
-from ..registry import Emit, kernel
+from ..registry import Emit, Work, kernel
 from ..rows import FLOATS, power_of_2, refuse_out
 
 CODE_TYPES = (torch.int8, torch.float8_e4m3fn)
@@ -164,11 +164,27 @@ class Tiles:
     warps: int
     stages: int
 
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.keys}, split {self.split}, {self.warps} warps, {self.stages} stages"
+
+
+def cuts(
+    tokens: int, sequences: int, longest: int, group: int, kv_heads: int, head: int, dtype: torch.dtype, codes: bool = False,
+) -> list[Tiles]:
+    """The rule's tiles, and others: of 16 rows, keys in fewer or more parts, or half as many at a time; of more, half as many rows."""
+    rule = tiles(tokens, sequences, longest, group, kv_heads, head, dtype, codes)
+    if dtype == torch.float32: return [rule]
+    if rule.rows == 16:
+        halves = [replace(rule, split=split) for split in (rule.split // 2, 2 * rule.split) if 1 <= split <= min(32, longest // rule.keys)]
+        return [rule, *halves, replace(rule, keys=rule.keys // 2)]
+    least = max(16, power_of_2(group))
+    return [rule, replace(rule, stages=2), *([replace(rule, rows=rule.rows // 2, warps=4)] if rule.rows > max(least, 32) else [])]
+
 
 def tiles(
     tokens: int, sequences: int, longest: int, group: int, kv_heads: int, head: int, dtype: torch.dtype, codes: bool = False,
 ) -> Tiles:
-    """The static choice for a bucket. longest: keys a sequence can have.
+    """The rule's choice for a bucket. longest: keys a sequence can have.
 
     Rows follow the tokens a sequence has on average: decode gets the narrowest tile tensor cores know, prefill 128 rows, whose two
     products per byte of the cache are bounded by arithmetic. Decode is bounded by memory: 32 KB of keys and values a stage at head 128.
@@ -195,7 +211,8 @@ def _lower(
     (tokens, heads, d), (kv_heads, block), dv = q.shape, k_cache.shape[1:3], v_cache.shape[3]
     sequences, group = context_len.shape[0], heads_per_group(heads, kv_heads)
     if not (tokens and sequences): raise ValueError(f"a bucket of {tokens} tokens and {sequences} sequences")
-    cut = tiles(tokens, sequences, block_table.shape[1] * block, group, kv_heads, max(d, dv), q.dtype, len(caches) > 2)
+    longest = block_table.shape[1] * block
+    cut = emit.choice(cuts(tokens, sequences, longest, group, kv_heads, max(d, dv), q.dtype, len(caches) > 2))
     part = y if cut.split == 1 else emit.empty(tokens, heads, cut.split, dv, dtype=torch.float32, like=q)
     sums = y if cut.split == 1 else emit.empty(tokens, heads, cut.split, dtype=torch.float32, like=q)
     per_tile = cut.rows // group
@@ -206,10 +223,22 @@ def _lower(
          warps=cut.warps, stages=cut.stages, HEADS=heads, GROUP=group, D=d, DV=dv, BLOCK=block, Q_TOKEN=q.stride(0), Q_HEAD=q.stride(1),
          WINDOW=window, SOFTCAP=bool(softcap), CODES=len(caches) > 2, SLOTS=power_of_2(sequences + 1), TOKENS=per_tile,
          spills_ok=True,                                             # none on sm_90a with Triton 3.7, which a test holds; up to 152 bytes
-         ROWS=cut.rows, KEYS=cut.keys, SPLIT=cut.split, WIDE=max(16, power_of_2(d)), WIDE_V=wide_v)
+         work=work_of(cut, longest, d, dv, k_cache, q, part), ROWS=cut.rows, KEYS=cut.keys, SPLIT=cut.split,
+         WIDE=max(16, power_of_2(d)), WIDE_V=wide_v)
     if cut.split > 1:
+        parts = cut.split * (dv + 1) * part.element_size()
         emit(_combine, grid=(tokens, heads), args=(part, sums, query_start, y, sequences), warps=4,
+             work=Work(warm=parts, stores=dv * y.element_size(), ahead=parts),
              HEADS=heads, DV=dv, SPLIT=cut.split, WIDE_V=wide_v)
+
+
+def work_of(cut: Tiles, longest: int, d: int, dv: int, cache: Tensor, q: Tensor, part: Tensor) -> Work:
+    """Of one tile that sees `longest` keys: each round but the first finds its keys, or their places in the block table, on their way."""
+    rounds = -(-longest // (cut.keys * cut.split))
+    block = cut.keys * (d + dv) * cache.element_size()
+    flops = 2 * cut.rows * cut.keys * (max(16, power_of_2(d)) + max(16, power_of_2(dv)))
+    return Work(cold=rounds * block, warm=cut.rows * d * q.element_size(), stores=cut.rows * dv * part.element_size(),
+                ahead=max(1, (cut.stages - 1) // 2) * block, flops=rounds * flops, rounds=rounds)
 
 
 @kernel(paged_attention, refuse=refuse)
