@@ -58,7 +58,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(verification, "SHORT", (3,))                      # golden prompts: a kernel that is interpreted takes its time
         folder = tmp_path_factory.mktemp("tune")
-        path = driver.compile(llama(max_positions=512), folder / "llama.infc", options=options, hooks=hooks).artifact
+        path = driver.compile(llama(layers=1, max_positions=256), folder / "llama.infc", options=options, hooks=hooks).artifact
     yield Made(path, interpreter("sm_90a", programs(path), bounds), bounds)
 
 

@@ -8,12 +8,16 @@ from dataclasses import replace
 import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from infc.backends.program import Store
 from infc.backends.triton import ranking
+from infc.backends.triton.backend import GpuLaunch
 from infc.backends.triton.build import LIMITS
 from infc.backends.triton.ranking import Estimate, candidate_of, launch
-from infc.backends.triton.registry import Work
+from infc.backends.triton.registry import Launch, Work
+from infc.backends.triton.shortlist import choose
+from infc.compiler.errors import CheckFailed
 from infc.compiler.targets import ARCHS, TARGETS
-from infc.runtime.program import Candidate, Kernel, Step
+from infc.runtime.program import Buffer, Call, Candidate, Choice, Kernel, Program, Step
 
 H100, H200 = TARGETS["h100"].gpu, TARGETS["h200"].gpu
 assert H100 and H200
@@ -98,6 +102,53 @@ def test_a_call_adds_its_launches_and_shows_the_longest() -> None:
     assert found.predicted_us == pytest.approx(first.us + last.us, abs=2e-3) and last.us > ranking.GAP_US
     assert (found.programs_per_sm, found.waves) == (6, 1.0)
     assert msgspec.structs.replace(found, programs_per_sm=0, waves=0.0, predicted_us=0.0) == Candidate("split", steps)
+
+
+# ---- shortlists
+
+NAMES = "abcde"                          # a is the rule's, and the slowest; e the fastest
+
+
+def offered() -> tuple[Store, Program]:
+    """One call with five candidates, each a kernel of its own that loads less than the one before, and a step that has no choice."""
+    candidates = tuple(Candidate(name, (Step(name, (0,), "infc.linear", grid=(792, 1, 1)),)) for name in NAMES)
+    steps = (Step("a", (0,), "infc.linear", bytes=LARGE, grid=(792, 1, 1)), Step("x", (0,), "infc.sample", grid=(1, 1, 1)))
+    program = Program("step_T1", {"T": 1}, (), 0, (Buffer("y", "output", "f32", (1,), 4),), steps,
+                      (Choice("infc.linear", candidates, (Call(0, (0,)),)),))
+    store = Store("sm_90a", "")
+    for at, name in enumerate((*NAMES, "x")):
+        store.kernels[name] = msgspec.structs.replace(kernel(), hash=name)
+        work = replace(STREAM, cold=(10 - at) << 16)
+        store.launches[name] = GpuLaunch(name, name, (), (), made=Launch(None, (792,), (), {}, work=work))
+    return store, program
+
+
+def test_the_likeliest_runs_and_the_rule_stays() -> None:
+    store, program = offered()
+    (chosen,), told = choose(store, [program], H100)
+    assert [one.name for one in chosen.choices[0].candidates] == ["e", "d", "c", "a"] and chosen.choices[0].chosen == 0
+    times = [one.predicted_us for one in chosen.choices[0].candidates]
+    assert times == sorted(times) and [step.kernel for step in chosen.steps] == ["e", "x"] and chosen.steps[0].bytes == LARGE
+    assert [*store.kernels] == ["a", "c", "d", "e", "x"] and told == {"kernels_tried": 6, "kernels_kept": 5, "dropped": []}
+
+
+def test_what_was_not_built_is_left_out_with_its_reason() -> None:
+    store, program = offered()
+    store.refused = {"e": "kernel e spills 8 bytes", "a": "kernel a does not fit"}
+    (chosen,), told = choose(store, [program], H100)
+    assert [one.name for one in chosen.choices[0].candidates] == ["d", "c", "b"]
+    assert told["dropped"] == [{"bucket": "step_T1", "op": "infc.linear", "candidate": "a", "reason": "kernel a does not fit"},
+                               {"bucket": "step_T1", "op": "infc.linear", "candidate": "e", "reason": "kernel e spills 8 bytes"}]
+    store, program = offered()
+    store.refused = {name: f"kernel {name} does not fit" for name in NAMES}
+    with pytest.raises(CheckFailed, match="kernel a does not fit"): choose(store, [program], H100)
+
+
+def test_equals_keep_the_rule() -> None:
+    store, program = offered()
+    store.launches = {name: replace(launched, made=Launch(None, (792,), (), {}, work=STREAM)) for name, launched in store.launches.items()}
+    (chosen,), _ = choose(store, [program], H100)
+    assert [one.name for one in chosen.choices[0].candidates] == ["a", "b", "c"] and chosen.steps[0].kernel == "a"
 
 
 def test_every_architecture_has_its_constants() -> None:
