@@ -21,7 +21,7 @@ import torch
 
 from . import kept
 from .contracts import run_fp64, run_plain, run_rounded
-from .divergence import LARGEST, narrow
+from .divergence import LARGEST, NARROW, narrow
 from .errors import CheckFailed
 from .ir import Graph
 from .ops import BLOCK, infc
@@ -125,7 +125,8 @@ def _computed(captured: Graph, graph: Graph, prompts: Sequence[tuple[torch.Tenso
     ulp = torch.finfo(torch.float32).eps * largest
     allowed = 2 * allowed + ulp
     if not worst <= allowed:
-        yardstick = str(dtype or (torch.bfloat16 if quantized(graph) else torch.float32)).removeprefix("torch.")
+        asked = dtype or (torch.bfloat16 if quantized(graph) else None)
+        yardstick = next((name for name, kind in NARROW.items() if kind == asked), "fp32")
         raise CheckFailed(f"the optimized graph is not the model: its logits are {worst:.3g} off those of fp64, and {allowed:.3g} is "
                           f"allowed after eager PyTorch in {yardstick}: use --check strict, or infc bisect")
     return Golden(cases, 2 * worst + ulp, worst)
