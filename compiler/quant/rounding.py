@@ -141,6 +141,8 @@ def scales(low: Tensor, high: Tensor, scheme: Scheme, name: str) -> tuple[Tensor
     if largest > F16_MAX:
         raise UserError(f"{name}: a scale of {largest:.3g} is beyond f16 ({F16_MAX:.0f}): leave this weight wide with a recipe")
     scale = torch.where(wanted > 0, wanted.clamp(min=F16_TINY), 1.0).half()      # all zeros, or one value: any scale will do
+    if scheme.e4m3:                                                              # up: nothing is cut off, and a float loses nothing by it
+        scale = torch.where(scale.float() < wanted, (scale.view(torch.int16) + 1).view(torch.float16), scale)
     return scale, None if scheme.symmetric else low.half()
 
 
