@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from gpu_judges import Judge, cached, conform, dense, drawn, paged, same, scaled
 from infc.backends.triton.registry import kernels
-from infc.compiler.ops.codes import groups, pack_codes
+from infc.compiler.ops.codes import E4M3, groups, pack_codes
 from infc.compiler.ops.kv_quantized import stored
 from torch import Tensor
 
@@ -62,7 +62,7 @@ class Case:
 def cases(fp8: bool) -> list[Case]:
     """All of them, the first of each operator first. fp8: the card has e4m3."""
     found = [*_norms(), *_activations(), *_ropes(), *_writes(fp8), *_tables(), *_casts(), *_products(), *_pairs(), *_codes(), *_paged(fp8),
-             *_dense(), *_samples()]
+             *_dense(), *_samples(), *(_floats() if fp8 else ())]
     return [case for case in found if case.first] + [case for case in found if not case.first]
 
 
@@ -260,6 +260,46 @@ def linear_quantized(d: Dice, rows: int, n: int, k: int, weight: Sequence[Any], 
     extras: Arguments = {"bias": None, "residual": None}
     if rows in (1, 8): extras = {"bias": d.normal(n, dtype=dtype), "residual": d.normal(rows, n, dtype=dtype)}
     return {"x": d.normal(rows, k, dtype=dtype), **codes(d, n, k, *weight), **extras, "act_bits": act_bits, "act_group": act_group}
+
+
+def floats(d: Dice, n: int, k: int, group: int, tensor: bool) -> Arguments:
+    """A weight of e4m3 codes, every finite one of them equally often. tensor: one scale for all."""
+    whole = d.whole(254, n, k, dtype=torch.uint8)
+    whole += whole > 126                                   # 127 and 255 are NaN
+    scale = (d.uniform(*(1, 1) if tensor else (n, groups(k, group))) + 0.5) * k**-0.5 / 128
+    return {"codes": whole.view(E4M3), "scale": scale.half(), "offset": None, "bits": 8, "group": group}
+
+
+def linear_floats(d: Dice, rows: int, n: int, k: int, group: int, tensor: bool, dtype: torch.dtype, act_bits: int) -> Arguments:
+    extras: Arguments = {"bias": None, "residual": None}
+    if rows in (1, 8): extras = {"bias": d.normal(n, dtype=dtype), "residual": d.normal(rows, n, dtype=dtype)}
+    return {"x": d.normal(rows, k, dtype=dtype), **floats(d, n, k, group, tensor), **extras, "act_bits": act_bits, "act_group": 0}
+
+
+def swiglu_floats(d: Dice, rows: int, width: int, k: int, act_bits: int) -> Arguments:
+    return {"x": d.normal(rows, k), **floats(d, 2 * width, k, 0, False), "act": "silu", "act_bits": act_bits, "act_group": 0}
+
+
+def embedding_floats(d: Dice, k: int, group: int, tensor: bool, dtype: torch.dtype) -> Arguments:
+    return {**floats(d, 1000, k, group, tensor), "indices": d.whole(1000, 2, 5), "k": k, "out_dtype": dtype}
+
+
+def _floats() -> Iterator[Case]:
+    """What the other codes are tried with, in e4m3; rows in e4m3 give bf16, of which the tensor core's sums are far inside an ulp."""
+    kinds = ((0, False, "a scale a row"), (0, True, "one scale"), (128, False, "group 128"))
+    for group, tensor, kind in kinds:
+        for rows, n, k, dtype, acts in (*((rows, 6144, 4096, BF16, acts) for rows in (1, 8, 64, 512) for acts in (0, 8)),
+                                        (16, 4096, 14_336, BF16, 0), (1, 4608, 3584, F16, 0), (1, 960, 576, F32, 0),
+                                        (7, 70, 601, BF16, 0), (20, 40, 130, F16, 0), (20, 40, 130, BF16, 8)):
+            yield Case("infc::linear_quantized", f"{rows}x{n}x{k} fp8{'a8' * bool(acts)} {kind} {_name(dtype)}", scaled, linear_floats,
+                       (rows, n, k, group, tensor, dtype, acts), first=n == 6144 and kind == "a scale a row", small=n == 40 and not tensor)
+        for k, dtype in ((4096, BF16), (101, F32)):
+            yield Case("infc::embedding_quantized", f"{k} fp8 {kind} {_name(dtype)}", conform, embedding_floats, (k, group, tensor, dtype),
+                       first=k == 4096, small=k == 101 and tensor)
+    for rows, width, k in ((1, 14_336, 4096), (64, 8192, 2048), (512, 1536, 576), (6, 35, 520)):
+        for acts in (0, 8):
+            yield Case("infc::linear_swiglu_quantized", f"{rows}x{width}x{k} fp8{'a8' * bool(acts)} silu bf16", scaled, swiglu_floats,
+                       (rows, width, k, acts), first=rows in (1, 64), small=width == 35)
 
 
 def linear_swiglu_quantized(d: Dice, rows: int, width: int, k: int, weight: Sequence[Any], act: str) -> Arguments:

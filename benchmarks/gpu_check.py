@@ -73,20 +73,22 @@ class Job:
     parameters: int = 0
 
 
-def jobs(parts: Sequence[str], dry: bool) -> list[Job]:
-    """In the order they are wanted: programs first, then the speed of wide weights, then of codes."""
+def jobs(parts: Sequence[str], dry: bool, fp8: bool) -> list[Job]:
+    """In the order they are wanted: programs first, then the speed of wide weights, then of codes. fp8: the card has e4m3."""
     from gpu_models import MODELS
 
     found: list[Job] = []
+    floats = ("fp8", "fp8a8") if fp8 else ()
     if "B" in parts:
         found.append(Job("tiny", "B", "tiny"))
         if not dry:
-            found += [Job(f"tiny KV {kv}", "B", "tiny", kv=kv) for kv in ("int8", "fp8")]
-            found += [Job(f"tiny {quant}", "B", "tiny", quant=quant) for quant in ("w8a32", "w4a32")]
+            found += [Job(f"tiny KV {kv}", "B", "tiny", kv=kv) for kv in ("int8", *(["fp8"] if fp8 else []))]
+            found += [Job(f"tiny {quant}", "B", "tiny", quant=quant) for quant in ("w8a32", "w4a32", *floats)]
             found.append(Job("smollm2's shape", "B", "random:smollm2", parameters=135_000_000))
     if "C" in parts:
         for model, quant in (("tiny", "none"),) if dry else (("Llama-3.1-8B", "none"), ("Llama-3.2-1B", "none"), ("Qwen2.5-7B", "none"),
-                                                             ("Llama-3.1-8B", "w8a32"), ("Llama-3.1-8B", "w4a32")):
+                                                             ("Llama-3.1-8B", "w8a32"), ("Llama-3.1-8B", "w4a32"),
+                                                             *(("Llama-3.1-8B", quant) for quant in floats)):
             sizes = MODELS[model]
             found += [Job(f"{model} {layers} layers{'' if quant == 'none' else ' ' + quant}", "C", model, layers, quant,
                           parameters=sizes.parameters(layers)) for layers in sizes.tried]
@@ -430,7 +432,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="infc-gpu-check-") as scratch:
         run = Run(Path(scratch), options.output or (None if options.dry_run else RESULT), options.dry_run, options.parts, target,
                   TARGETS[target].isa, options.seconds, report)
-        compiles = Compiles(run, jobs(options.parts, options.dry_run))
+        compiles = Compiles(run, jobs(options.parts, options.dry_run, run.arch != "sm_80"))
         try:
             for part in options.parts: _one_part(run, part, compiles)
         finally:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from infc.backends.triton.judge import exact, plain, several, strain, ulp
 from infc.backends.triton.registry import kernels
-from infc.compiler.ops.kv_quantized import E4M3_MAX
+from infc.compiler.ops.codes import E4M3_MAX
 from torch import Tensor
 
 Judge = Callable[[str, dict[str, Any], list[Tensor], int], float]

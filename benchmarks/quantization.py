@@ -44,7 +44,8 @@ SENTENCES = 160
 ROWS = {
     "smollm2": [("fp32", ""), ("bf16", ""), ("fp32", "", "int8"), ("fp32", "", "int8:keep=2"), ("fp32", "", "fp8"),
                 ("w8", "rtn"), ("w8", "rtn", "int8"), ("w8:g128", "rtn"), ("w8:channel", "rtn"), ("w8a8", "rtn"), ("w8a8", "smooth"),
-                ("w8a8:token", "rtn"), ("w8a8:token", "smooth"), ("w4:asym", "rtn"),
+                ("w8a8:token", "rtn"), ("w8a8:token", "smooth"), ("fp8", "rtn"), ("fp8", "mse"), ("fp8:tensor", "rtn"),
+                ("fp8:g128", "rtn"), ("fp8a8", "rtn"), ("fp8a8:tensor", "rtn"), ("w4:asym", "rtn"),
                 *((scheme, method) for scheme in ("w4", "w4:g128", "w4:g128:asym") for method in ("rtn", "mse", "awq", "gptq")),
                 ("w4a8", "rtn"), ("w4", "tuned"), ("w4a8", "gptq")],
     "minilm": [("fp32", ""), ("w8", "rtn"), ("w8a8", "rtn"), ("w8a8:token", "rtn"),

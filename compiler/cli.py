@@ -97,14 +97,16 @@ def compile_model(
     ] = "fast",
     keep_going: Annotated[bool, typer.Option("--keep-going", help="leave out a pass that breaks its contract, and say so")] = False,
     quant: Annotated[str | None, typer.Option(show_default=False, help=(
-        "weights and what they meet: w8, w4, w8a8, w4:g128:asym ...; keep (a GGUF's own blocks); a recipe (.yaml); auto: search "
+        "weights and what they meet: w8, w4, w8a8, w4:g128:asym ..., on a GPU that has e4m3 fp8, fp8a8, fp8:tensor; keep (a GGUF's own "
+        "blocks); a recipe (.yaml); auto: search "
         "[default: none; auto where --quality stands alone]"))] = None,
     candidates: Annotated[
         str | None, typer.Option(help="formats a search chooses among, for each weight", show_default=False)
     ] = None,
     search_for: Annotated[Literal["bytes", "time"], typer.Option(help="what a search makes least: weights, or a decode step")] = "bytes",
     quant_method: Annotated[
-        str, typer.Option(help="how codes are chosen: rtn, mse; by a text: awq, gptq, tuned, smooth; auto: rtn for 8 bits, gptq for 4")
+        str, typer.Option(help="how codes are chosen: rtn, mse; by a text: awq, gptq, tuned, smooth; auto: rtn for 8 bits, gptq for 4; "
+                          "fp8 takes rtn and mse")
     ] = "auto",
     calib: Annotated[
         Path | None, typer.Option(help="text to choose codes on [default: the one that travels with infc]", show_default=False)

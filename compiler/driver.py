@@ -52,7 +52,8 @@ from .quality.text import read as read_text
 from .quant import recipe, search
 from .quant.kv import parse_kv
 from .quant.pays import Pays
-from .quant.plan import METHODS, Plan, blind
+from .quant.plan import METHODS, Plan, blind, check_floats
+from .quant.scheme import Scheme
 from .reuse import Entry
 from .rewrite import Report
 
@@ -191,7 +192,7 @@ def compile(
         raise UserError(f"a model's name, a path or a torch.nn.Module is expected, not {type(model).__name__}")
     target = targets.find(options.target)
     options = _settled(options, target)
-    _check_activations(options, target)
+    _check_formats(options, target)
     backend = _backend(target.kind)
     toolchain = backend.toolchain(target.isa)
     listen = on_event or (lambda event: None)
@@ -514,10 +515,17 @@ def _plan(options: Options) -> Plan | None:
     return None if asked is None else Plan(asked, options.quant_method, options.calib or CALIBRATION)
 
 
-def _check_activations(options: Options, target: targets.Target) -> None:
-    """UserError for formats that no kernel of the target multiplies: a product of codes on a CPU is one of integers."""
+def _check_formats(options: Options, target: targets.Target) -> None:
+    """UserError for formats that no kernel of the target multiplies: e4m3 on all but newer GPUs; wide rows on a CPU, whose products of
+    codes are of integers."""
     plan = _plan(options)
     asked = search.parse_candidates(options.candidates) if options.quant == AUTO else [] if plan is None else plan.choices
+    check_floats(options.quant_method, asked)
+    floats = next((choice for choice in asked if isinstance(choice, Scheme) and choice.e4m3), None)
+    if floats is not None and not target.e4m3:
+        having = ", ".join(t.name for t in targets.TARGETS.values() if t.e4m3)
+        raise UserError(f"{floats} is e4m3, which the target {options.target} does not multiply; {having} do: choose one of them, or "
+                        f"write {'w8a8' if floats.act_bits else 'w8'} here")
     wide = next((choice for choice in asked if choice is not None and choice.act_bits == 0), None)
     if wide is not None and target.kind == "cpu":
         raise UserError(f"{wide} leaves activations wide, and products of codes on a CPU are of integers: write "

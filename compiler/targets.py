@@ -51,6 +51,11 @@ class Target:
     kv_formats: tuple[str, ...] = ("int8",)          # of a quantized KV cache that has kernels here
     gpu: Gpu | None = None
 
+    @property
+    def e4m3(self) -> bool:
+        """Do products here read e4m3?"""
+        return self.gpu is not None and self.gpu.fp8_tflops is not None
+
 
 # The psABI's micro-architecture levels: gitlab.com/x86-psABIs/x86-64-ABI, table 3.1 ("x86-64-v3", "x86-64-v4").
 _V3 = ("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe")

@@ -6,6 +6,7 @@ from torch import fx
 
 from ..compiler.ir import Graph, drop_dead_nodes
 from ..compiler.ops import aten, infc
+from ..compiler.ops.codes import E4M3
 from ..compiler.quant.matrices import PRODUCTS
 from ..compiler.rewrite import EXACT, Pass, Report, arguments, emit
 
@@ -32,20 +33,21 @@ def _weight(node: fx.Node) -> fx.Node | None:
     return found if isinstance(found, fx.Node) and found.target is infc.dequantize.default else None
 
 
-def _rows(x: Any) -> tuple[Any, int, int]:
-    """(x as it was before it was rounded to codes, bits, group); bits 0 where it was not."""
+def _rows(x: Any, e4m3: bool) -> tuple[Any, int, int]:
+    """(x as it was before it was rounded to codes of its weight's kind, bits, group); bits 0 where it was not."""
     if isinstance(x, fx.Node) and x.target is infc.dequantize_rows.default:
         codes, scale, group = arguments(x)[:3]
         made = codes.args[0] if codes.target is operator.getitem else None
         if made is not None and made.target is infc.quantize_rows.default and scale.target is operator.getitem and scale.args[0] is made:
-            return made.args[0], arguments(made)[1], group
+            _, bits, _, floats = arguments(made)
+            return (made.args[0], bits, group) if floats == e4m3 else (x, 0, 0)
     return x, 0, 0
 
 
 def _product(graph: Graph, node: fx.Node, weight: fx.Node) -> fx.Node:
     codes, scale, offset, bits, group = arguments(weight)[:5]
     given = arguments(node)
-    x, act_bits, act_group = _rows(given[0])
+    x, act_bits, act_group = _rows(given[0], codes.meta["val"].dtype == E4M3)
     how = (bits, group, act_bits, act_group)
     if node.target is infc.linear.default:
         bias, residual, out_dtype = given[2:5]

@@ -15,7 +15,7 @@ from ..compiler.quant.matrices import matrices
 from ..compiler.quant.pays import Pays
 from ..compiler.quant.plan import Plan
 from ..compiler.quant.rounding import WORST, Quantized, round_to_nearest, row_errors
-from ..compiler.quant.scheme import Scheme
+from ..compiler.quant.scheme import Scheme, stored_as
 from ..compiler.rewrite import APPROXIMATE, Measured, Pass, Report, arguments, emit
 
 
@@ -62,7 +62,7 @@ def check(before: Graph, after: Graph) -> Measured:
         if name not in before.weights: continue
         was: Tensor = before.weights[name].float()
         parts = [None if part is None else after.weights[str(part.target)] for part in (codes, scale, offset)]
-        scheme = Scheme(bits, group, offset is None)
+        scheme = stored_as(parts[0], parts[1], parts[2], bits, group)                       # type: ignore[arg-type]
         error = row_errors(was, Quantized(parts[0], parts[1], parts[2], scheme, k))           # type: ignore[arg-type]
         allowed = row_errors(was, round_to_nearest(was, scheme, name))
         ratio = torch.where(error == 0, 0.0, error / allowed)

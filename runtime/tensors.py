@@ -26,6 +26,7 @@ _NAMES = {
     "u32": "U32",
     "u16": "U16",
     "u8": "U8",
+    "f8e4m3": "F8_E4M3",
     "bool": "BOOL",
 }
 _DTYPES = {theirs: ours for ours, theirs in _NAMES.items()}
@@ -42,6 +43,7 @@ _ITEM_BYTES = {
     "u16": 2,
     "i8": 1,
     "u8": 1,
+    "f8e4m3": 1,
     "bool": 1,
 }
 _MAX_HEADER = 100_000_000
@@ -135,12 +137,12 @@ def parse_header(text: bytes, data_bytes: int, where: str) -> dict[str, Place]:
 
 
 def parse(data: bytes, where: str) -> "dict[str, np.ndarray]":
-    """All tensors of a small file in memory, as numpy arrays (bf16 as its raw uint16)."""
+    """All tensors of a small file in memory, as numpy arrays (bf16 as its raw uint16, e4m3 as its raw uint8)."""
     import numpy as np
 
     start = header_bytes(data[:8], len(data), where)
     region = memoryview(data)[start:]
-    kinds = {"bf16": "u2", "bool": "?"}
+    kinds = {"bf16": "u2", "bool": "?", "f8e4m3": "u1"}
     return {
         name: np.frombuffer(region[p.start : p.stop], kinds.get(p.dtype) or f"{p.dtype[0]}{_ITEM_BYTES[p.dtype]}").reshape(
             p.shape

@@ -339,6 +339,7 @@ def test_options_that_cancel_each_other(tmp_path: Path):
              (("compile", "tiny", "-o", tmp_path / "a", "--quant", "w4:g64:channel"), "says which group twice"),
              (("compile", "tiny", "-o", tmp_path / "a", "--quant", "w8:asym:asym"), "says asym twice"),
              (("compile", "tiny", "-o", tmp_path / "a", "--quant", "w8a32"), "write w8 (activations in 16 bits"),
+             (("compile", "tiny", "-o", tmp_path / "a", "--quant", "fp8"), "e4m3, which the target cpu does not multiply; h100, h100-pcie"),
              (("compile", "tiny", "-o", tmp_path / "a", "--quant", "w4", "--calib", HELD_OUT), "measured on the same text")]
     for command, said in cases:
         done = infc(*command)

@@ -69,6 +69,10 @@ def test_explain_and_report_go_by_the_data_sheet(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("arguments", "says"), [
+    (("--target", "a100", "--quant", "fp8"),
+     "fp8 is e4m3, which the target a100 does not multiply; h100, h100-pcie, h200, l40s, b200 do: choose one of them, or write w8 here"),
+    (("--target", "h100", "--quant", "fp8", "--quant-method", "gptq"), "--quant-method gptq is for integer codes, and fp8 has e4m3"),
+    (("--target", "a100", "--quality", "kl<=1", "--candidates", "w8,fp8a8"), "write w8a8 here"),
     (("--target", "h1000"), "h100"), (("--target", "cuda"), "h200"), (("--target", "a100", "--kv-quant", "fp8"), "no fp8 KV cache"),
 ])
 def test_bad_options_are_one_line(arguments: tuple[str, ...], says: str, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ def _layout(a: Named, swiglu: bool = False) -> Coded:
 
 def _refuse_codes(a: Named) -> str | None:
     layout = _layout(a)
+    if value(a["codes"]).dtype != torch.uint8: return f"codes are {value(a['codes']).dtype}: a product here is of whole numbers"
     if layout not in CODED: return f"no layout for codes of {layout.bits} bits in groups of {layout.group}"
     for name in ("codes", "scale", "offset"):
         if a[name] is not None and a[name].op != "placeholder": return f"{name} is computed, not a weight: it cannot be packed"

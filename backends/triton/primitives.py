@@ -11,7 +11,7 @@ INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 
 @triton.jit
 def dot(a, b, acc):
-    """a b + acc, summed in fp32. Interpreted, bf16 is widened first: Triton 3.7's interpreter multiplies the bits of bf16 operands."""
+    """a b + acc, summed in fp32. Interpreted, operands are widened first: Triton 3.7's interpreter multiplies the bits of bf16."""
     if INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -91,6 +91,19 @@ _BF16_SIGNED_8 = _filled(_BF16_8, FLIP="0x80808080", FIRST="b, a", SECOND="d, c"
 _FP16_BYTES_8 = _filled(_FP16_8, FLIP="0", FIRST="0x4140", SECOND="0x4342")
 _FP16_PARTS_8 = _filled(_FP16_8, FLIP="0", FIRST="0x4240", SECOND="0x4341")
 _FP16_SIGNED_8 = _filled(_FP16_8, FLIP="0x80808080", FIRST="0x4140", SECOND="0x4342")
+_E4M3 = """{
+.reg .b32 t, sign, up, none;
+mov.b32 up, UP; mov.b32 none, 0x80008000;
+prmt.b32 t, $2, 0, FIRST; lop3.b32 sign, t, 0x80008000, 0, 0xC0; shr.u32 t, t, BY; lop3.b32 $0, t, MASK, sign, 0xEA;
+prmt.b32 t, $2, 0, SECOND; lop3.b32 sign, t, 0x80008000, 0, 0xC0; shr.u32 t, t, BY; lop3.b32 $1, t, MASK, sign, 0xEA;
+FMA $0, $0, up, none; FMA $1, $1, up, none;
+}"""                                                    # exponent and fraction to their places, then times 2**120 (fp16: 2**8)
+_BF16_E4M3 = {"UP": "0x7B807B80", "BY": "4", "MASK": "0x07F007F0", "FMA": "fma.rn.bf16x2"}
+_FP16_E4M3 = {"UP": "0x5C005C00", "BY": "1", "MASK": "0x3F803F80", "FMA": "fma.rn.f16x2"}
+_BF16_BYTES_E4M3 = _filled(_E4M3, FIRST="0x1404", SECOND="0x3424", **_BF16_E4M3)
+_BF16_PARTS_E4M3 = _filled(_E4M3, FIRST="0x2404", SECOND="0x3414", **_BF16_E4M3)
+_FP16_BYTES_E4M3 = _filled(_E4M3, FIRST="0x1404", SECOND="0x3424", **_FP16_E4M3)
+_FP16_PARTS_E4M3 = _filled(_E4M3, FIRST="0x2404", SECOND="0x3414", **_FP16_E4M3)
 _INT8_HALVES_4: Any = tl.constexpr("""{
 .reg .b32 h;
 lop3.b32 $0, $2, 0x0F0F0F0F, 0x80808080, 0xEA; sub.u32 $0, $0, 0x08080808; xor.b32 $0, $0, 0x80808080;
@@ -155,6 +168,30 @@ def quarters_of(w, dtype: tl.constexpr):
     else:
         return tl.inline_asm_elementwise(_FP16_PARTS_4, "=r,=r,=r,=r,r", [w], is_pure=True, pack=2,
                                          dtype=(tl.float16, tl.float16, tl.float16, tl.float16))
+
+
+@triton.jit
+def _plain_e4m3(b, dtype: tl.constexpr):
+    """Bytes that are e4m3 in dtype, by casts."""
+    return b.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32).to(dtype)
+
+
+@triton.jit
+def e4m3_as(b, dtype: tl.constexpr):
+    """Bytes that are finite e4m3, u8, in dtype: exact."""
+    if dtype == tl.float8e4nv: return b.to(tl.float8e4nv, bitcast=True)
+    elif INTERPRETED or dtype == tl.float32: return _plain_e4m3(b, dtype)
+    elif dtype == tl.bfloat16: return tl.inline_asm_elementwise(_BF16_BYTES_E4M3, "=r,=r,r", [b], dtype=tl.bfloat16, is_pure=True, pack=4)
+    else: return tl.inline_asm_elementwise(_FP16_BYTES_E4M3, "=r,=r,r", [b], dtype=tl.float16, is_pure=True, pack=4)
+
+
+@triton.jit
+def e4m3_pairs_of(w, dtype: tl.constexpr):
+    """Finite e4m3, two in a u16, in dtype: those of the low bytes and those of the high, exact."""
+    if INTERPRETED or dtype == tl.float32: return _plain_e4m3(w & 255, dtype), _plain_e4m3(w >> 8, dtype)
+    elif dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(_BF16_PARTS_E4M3, "=r,=r,r", [w], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2)
+    else: return tl.inline_asm_elementwise(_FP16_PARTS_E4M3, "=r,=r,r", [w], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
 
 
 @triton.jit

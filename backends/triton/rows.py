@@ -1,4 +1,4 @@
-"""What kernels that work row by row share: which tensors they take, how wide a program is, the sums of a row."""
+"""What kernels that work row by row share: which tensors they take, how wide a program is, the sums and the scale of a row."""
 import torch
 import triton
 import triton.language as tl
@@ -56,3 +56,10 @@ def grid_of_chunks(rows: int, cols: int) -> tuple[tuple[int, int], int]:
 def inverse_root(sum_of_squares, N: tl.constexpr, eps):
     """1 / sqrt(sum / N + eps), rounded right: once a row, so it costs nothing."""
     return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(sum_of_squares, tl.full((), N, tl.float32)) + eps))
+
+
+@triton.jit
+def inverse_scale(largest, tiny, limit):
+    """What values of a row are multiplied by to become codes, in the order of compiler.ops.codes.row_codes."""
+    there = largest > tiny
+    return tl.where(there, tl.div_rn(1.0, tl.where(there, largest, 1.0)) * limit, 0.0)

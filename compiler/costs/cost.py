@@ -152,7 +152,7 @@ def _of(rates: Mapping[str, float], kernel: Mapping[str, Any]) -> float:
 def bits_of(kernel: Mapping[str, Any]) -> int:
     """Bits of a value that decides a kernel's bytes: of its weight, of attention's cache. 32 where that is neither float nor code."""
     dtype = kernel["dtype"]
-    coded = re.match(r"w(\d+)a", dtype)
+    coded = re.match(r"(?:w|fp)(\d+)a", dtype)
     return int(coded[1]) if coded else 8 * ITEM_BYTES.get(dtype, 4)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from ...runtime.program import Program, Step
 from ..errors import CheckFailed
+from ..ops.codes import E4M3
 from ..ops.registry import arguments, operator_of
 from ..placement import Unit
 from .cost import kind_of
@@ -67,6 +68,7 @@ class CostTable:
 
 
 def _codes(unit: Unit) -> str:
-    """"w4a16" of a product of codes: bits of the weight, bits of the rows; empty for any other unit."""
+    """"w4a16" of a product of codes ("fp8a8" of e4m3): bits of the weight, bits of the rows; empty for any other unit."""
     given = arguments(unit.nodes[0]) if len(unit.nodes) == 1 and operator_of(unit.nodes[0]) is not None else {}
-    return f"w{given['bits']}a{given['act_bits']}" if "act_bits" in given else ""
+    if "act_bits" not in given: return ""
+    return f"{'fp' if given['codes'].meta['val'].dtype == E4M3 else 'w'}{given['bits']}a{given['act_bits']}"

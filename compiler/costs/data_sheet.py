@@ -13,6 +13,7 @@ def data_sheet(target: Target) -> Peaks:
     assert gpu is not None, f"{target.name} is no GPU"
     rate, wide = gpu.bandwidth_gb_s, gpu.bf16_tflops * 1e3
     products = {"bf16": wide, "f16": wide, "f32": gpu.fp32_tflops * 1e3, "w8a8": gpu.int8_tops * 1e3, "w4a8": gpu.int8_tops * 1e3}
+    if gpu.fp8_tflops is not None: products["fp8a8"] = gpu.fp8_tflops * 1e3
     return Peaks(
         cpu=f"{target.name}, as its data sheet has it", isa=target.isa, threads=1, read_gb_s=rate, kv_read_gb_s=rate, cache_gb_s=rate,
         thread_cache_gb_s=rate, weight_cache_gb_s=rate, key_cache_gb_s=rate, scan_gb_s=rate, product_gflop_s=products,

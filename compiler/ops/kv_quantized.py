@@ -8,27 +8,20 @@ import torch
 from torch import Tensor
 
 from .attention import heads_per_group
-from .codes import TINY, row_codes
+from .codes import E4M3, row_codes
 from .kv_write import write
 from .paged_attention import attend
 from .registry import Cost, compute_dtype, nbytes, operator, out_bytes
 from .rope import rotate
 
-FORMATS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+FORMATS = {"int8": torch.int8, "fp8": E4M3}
 """Format -> the dtype of its codes."""
-
-E4M3_MAX = 448.0
-"""Largest finite e4m3 (OCP 8-bit floating point specification, table 1)."""
 
 
 def stored(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
     """x [..., D] -> (codes [..., D], scale f32 [..., 1]). In fp32 whatever x is; a row of zeros gets scale 0, a NaN a scale of NaN."""
-    if format == "int8": return row_codes(x, 8, 0)
     if format not in FORMATS: raise ValueError(f"format {format!r} is none of {', '.join(FORMATS)}")
-    x = x.float()
-    largest = x.abs().amax(-1, keepdim=True)
-    inverse = torch.where(largest > TINY, E4M3_MAX / largest, 0.0)
-    return (x * inverse).clamp(-E4M3_MAX, E4M3_MAX).to(FORMATS[format]), largest / E4M3_MAX
+    return row_codes(x, 8, 0, FORMATS[format] == E4M3)
 
 
 def read(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,7 +1,8 @@
 """infc::linear_quantized, infc::linear_swiglu_quantized, infc::embedding_quantized: products and lookups of weights held as codes.
 
 Their meaning is that of the wide operator on what the codes mean (compiler.ops.codes). act_bits > 0: the rows of x are
-rounded to codes of so many bits first, act_group columns to a scale (0: one scale a row); act_bits 0 takes x as it is.
+rounded to codes of so many bits first, act_group columns to a scale (0: one scale a row); act_bits 0 takes x as it is. They become
+e4m3 where the weight is e4m3.
 """
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ def _product(
 ) -> Tensor:
     """x wᵀ summed in fp32 (fp64 for fp64) and left there."""
     wide = compute_dtype(x.dtype)
-    return rounded_rows(x, act_bits, act_group) @ weight(codes, scale, offset, bits, group, x.shape[-1], wide).T
+    return rounded_rows(x, act_bits, act_group, codes.is_floating_point()) @ weight(codes, scale, offset, bits, group, x.shape[-1], wide).T
 
 
 def _read(x: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None) -> int | torch.SymInt:
@@ -36,9 +37,9 @@ def linear_quantized(
     x: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None, bias: Tensor | None, residual: Tensor | None,
     bits: int, group: int, act_bits: int, act_group: int, out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """x wᵀ + bias + residual.  x [..., K], codes u8 [N, ceil(K * bits / 8)], scale, offset f16 [N, G] -> [..., N] in out_dtype (x.dtype).
+    """x wᵀ + bias + residual.  x [..., K], codes u8 [N, ceil(K * bits / 8)] or e4m3, scale, offset f16 [N, G] -> [..., N] in out_dtype.
 
-    Summed in fp32 (fp64 for fp64), rounded once at the end.
+    out_dtype is x's by default. Summed in fp32 (fp64 for fp64), rounded once at the end.
     """
     y = _product(x, codes, scale, offset, bits, group, act_bits, act_group)
     if bias is not None: y = y + bias.to(y.dtype)
@@ -99,7 +100,8 @@ def embedding_quantized(
     """Rows `indices` of the weight [V, k] that the codes mean -> [..., k] in out_dtype."""
     wide = torch.float64 if out_dtype == torch.float64 else torch.float32
     at = indices.flatten()
-    rows = weight(codes[at], scale[at], None if offset is None else offset[at], bits, group, k, wide)
+    scales = scale if len(scale) == 1 else scale[at]
+    rows = weight(codes[at], scales, None if offset is None else offset[at], bits, group, k, wide)
     return rows.to(out_dtype).unflatten(0, indices.shape)
 
 

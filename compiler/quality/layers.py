@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from ..ir import DTYPE_NAMES, Graph, argument
 from ..ops import aten, codes
 from ..quant.matrices import PRODUCTS
-from ..quant.scheme import Scheme
+from ..quant.scheme import stored_as
 from ..verification import CODED
 from .evaluate import StepEvaluator
 
@@ -94,9 +94,10 @@ def _coded(graph: Graph, node: fx.Node, found: Mapping[str, Probe]) -> Layer | N
     bits, group = argument(node, "bits"), argument(node, "group")
     x = argument(node, "x")
     k = int(x.meta["val"].shape[-1] if x is not None else argument(node, "k"))
-    scheme = Scheme(bits, group, parts["offset"] is None, argument(node, "act_bits") or 0, argument(node, "act_group") or 0)
-    name = str(at["codes"].target).removesuffix("_codes")
     assert parts["codes"] is not None and parts["scale"] is not None
+    scheme = replace(stored_as(parts["codes"], parts["scale"], parts["offset"], bits, group), act_bits=argument(node, "act_bits") or 0,
+                     act_group=argument(node, "act_group") or 0)
+    name = str(at["codes"].target).removesuffix("_codes")
     error = None
     if name in found:
         narrow = codes.weight(parts["codes"], parts["scale"], parts["offset"], bits, group, k, torch.float32)

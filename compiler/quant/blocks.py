@@ -109,7 +109,7 @@ def note(graph: Graph, line: str) -> None:
 
 
 def _layout(scheme: Scheme) -> tuple[Any, ...]:
-    return scheme.bits, scheme.group, scheme.symmetric
+    return scheme.bits, scheme.group, scheme.symmetric, scheme.e4m3
 
 
 def _read(found: Stored) -> _Codes:

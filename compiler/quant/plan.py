@@ -59,14 +59,26 @@ BY_BITS = {8: "rtn", 4: "gptq"}
 """What `auto` does. Eight bits lose so little that no text is needed: SmolLM2 +0.0 +- 0.1 % of perplexity."""
 
 
+FLOATS = ("rtn", "mse")
+"""The methods for e4m3. An error of its codes is a share of each value, so scaling columns up (awq, smooth) leaves it as it is; and gptq,
+tuned take codes for evenly spaced."""
+
+
 def blind() -> list[str]:
     """The methods that look at no text."""
     return [name for name, method in METHODS.items() if method.choose is method.factors is method.in_order is None]
 
 
+def check_floats(method: str, choices: Sequence[Choice]) -> None:
+    """UserError for e4m3 codes by a method that is made for whole ones."""
+    floats = next((choice for choice in choices if isinstance(choice, Scheme) and choice.e4m3), None)
+    if floats is not None and method not in (AUTO, *FLOATS):
+        raise UserError(f"--quant-method {method} is for integer codes, and {floats} has e4m3: choose {', '.join((AUTO, *FLOATS))}")
+
+
 @dataclass(frozen=True)
 class Plan:
-    """A recipe, or a scheme for all: then the table that tokens are looked up in keeps eight bits, and so does the head."""
+    """A recipe, or a scheme for all: then the table that tokens are looked up in keeps eight bits, and so does the head (e4m3 its own)."""
 
     asked: Scheme | Recipe
     method: str = "rtn"
@@ -75,6 +87,7 @@ class Plan:
     def __post_init__(self) -> None:
         if self.method not in (AUTO, *METHODS):
             raise UserError(f"unknown quantization method {self.method!r}; {nearest(self.method, (AUTO, *METHODS))}")
+        check_floats(self.method, self.choices)
 
     def schemes(self, graph: Graph, weights: list[fx.Node]) -> dict[fx.Node, Scheme]:
         """What each weight is to become; those that are not in it stay as they are."""
@@ -159,7 +172,7 @@ def _table(weight: fx.Node) -> bool:
 
 
 def _scheme(graph: Graph, weight: fx.Node, of_all: Scheme) -> Scheme:
-    if _table(weight) or _is_head(graph, weight):
+    if not of_all.e4m3 and (_table(weight) or _is_head(graph, weight)):
         return Scheme(8, 32, True, of_all.act_bits, of_all.act_group)
     return of_all
 

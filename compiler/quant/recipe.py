@@ -6,7 +6,7 @@
       - "model.layers.*.mlp.*": w4:g64
       - "model.layers.0.*": none
 
-`*` stands for anything, dots too, `?` for one character, `[0-3]` for one of a set. A scheme is what `--quant` takes: w8, w4:g64 ...,
+`*` stands for anything, dots too, `?` for one character, `[0-3]` for one of a set. A scheme is what `--quant` takes: w8, w4:g64, fp8 ...,
 none, or keep (a GGUF's own blocks; keepa8: and 8-bit activations). What no line names stays wide.
 """
 import difflib
@@ -25,7 +25,7 @@ from ..errors import UserError, nearest
 from ..ir import Graph, arguments
 from ..ops import aten, infc
 from .blocks import note, stored
-from .scheme import Scheme, parse
+from .scheme import Scheme, parse, stored_as
 
 FORMAT = 1
 SUFFIXES = (".yaml", ".yml")
@@ -140,7 +140,8 @@ def widest(choices: Iterable[Scheme | None], k: int) -> Scheme | None:
     given = [scheme for scheme in schemes if scheme is not None]
     if len(given) < len(schemes): return None
     finest = min(given, key=lambda s: (-(s.act_bits or 32), s.act_group or k, s.act_group))
-    most = max(given, key=lambda s: (s.bits, s.stored_bits(k), -(s.group or k), -s.group))
+    most = max(given, key=lambda s: (s.bits, not s.e4m3, s.stored_bits(k), -(s.group or k), -s.group))
+    if most.e4m3: return replace(most, act_bits=8 if finest.act_bits == 8 else 0)          # rows of e4m3 have one scale, or are wide
     return replace(most, act_bits=finest.act_bits, act_group=finest.act_group)
 
 
@@ -280,7 +281,7 @@ def _format(user: fx.Node, weight: fx.Node) -> tuple[bool, Scheme | None] | None
     if user.target in _QUANTIZED:
         given = dict(zip((a.name for a in user.target._schema.arguments), arguments(user), strict=True))     # type: ignore[union-attr]
         if given["codes"] is not weight: return None
-        plain = Scheme(given["bits"], given["group"], given["offset"] is None)
+        plain = stored_as(weight.meta["val"], given["scale"].meta["val"], given["offset"], given["bits"], given["group"])
         if user.target is infc.embedding_quantized.default: return True, plain
         return False, replace(plain, act_bits=given["act_bits"], act_group=given["act_group"])
     place = _WIDE.get(user.target)                                    # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """Codes and scales of a weight by itself: round to nearest, or with the range that loses least (Banner et al., 2019).
 
-Scales and offsets are rounded to f16 first, and codes are chosen for them as they are stored.
+Scales and offsets are rounded to f16 first, and codes are chosen for them as they are stored. A scale of the whole weight is that of the
+weight as one row.
 """
 from dataclasses import dataclass, replace
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from ..ops.codes import groups, pack_codes, spread, weight
+from ..ops.codes import E4M3, groups, pack_codes, spread, weight
 from .scheme import Scheme
 
 F16_MAX = torch.finfo(torch.float16).max
@@ -29,8 +30,8 @@ more."""
 class Quantized:
     """A weight [N, K] as codes; see compiler.ops.codes."""
 
-    codes: Tensor                  # u8 [N, ceil(K * bits / 8)]
-    scale: Tensor                  # f16 [N, G]
+    codes: Tensor                  # u8 [N, ceil(K * bits / 8)], or e4m3 [N, K]
+    scale: Tensor                  # f16 [N, G], or [1, 1]
     offset: Tensor | None          # f16 [N, G]
     scheme: Scheme
     k: int
@@ -52,6 +53,7 @@ def check_finite(w: Tensor, name: str) -> None:
 def round_to_nearest(w: Tensor, scheme: Scheme, name: str = "weight") -> Quantized:
     """Each group's largest value (range, where asymmetric) at the end of the code range. w f32 [N, K]."""
     check_finite(w, name)
+    if scheme.tensor: return _of_one_row(round_to_nearest(w.reshape(1, -1), replace(scheme, tensor=False), name), w, scheme)
     low, high = _ranges(w, scheme)
     return encode(w, *scales(low, high, scheme, name), scheme)
 
@@ -59,11 +61,20 @@ def round_to_nearest(w: Tensor, scheme: Scheme, name: str = "weight") -> Quantiz
 def least_squares(w: Tensor, scheme: Scheme, name: str = "weight", importance: Tensor | None = None) -> Quantized:
     """Each group's range shrunk to where the squared error is least. importance f32 [K] weighs the columns."""
     check_finite(w, name)
+    if scheme.tensor:
+        of_each, plain = None if importance is None else importance.repeat(len(w)), round_to_nearest(w, scheme, name)
+        found = _of_one_row(least_squares(w.reshape(1, -1), replace(scheme, tensor=False), name, of_each), w, scheme)
+        return found if bool((row_errors(w, found) <= WORST * row_errors(w, plain)).all()) else plain        # one scale: no row has its own
     count = max(1, CHUNK // w.shape[1])                                   # a few rows at a time stay in the cache: half the time
     parts = [_best_ranges(rows, scheme, name, importance) for rows in w.split(count)]
     scale = torch.cat([scale for scale, _ in parts])
     offsets = [offset for _, offset in parts if offset is not None]
     return encode(w, scale, torch.cat(offsets) if offsets else None, scheme)
+
+
+def _of_one_row(found: Quantized, w: Tensor, scheme: Scheme) -> Quantized:
+    """The codes of a weight that was rounded as one row."""
+    return Quantized(found.codes.reshape(w.shape), found.scale, None, scheme, w.shape[1])
 
 
 def best_range(w: Tensor, scheme: Scheme, name: str, importance: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -90,7 +101,8 @@ def _best_ranges(w: Tensor, scheme: Scheme, name: str, importance: Tensor | None
 def _rounded(w: Tensor, scale: Tensor, offset: Tensor | None, scheme: Scheme) -> Tensor:
     """What the nearest codes of values mean."""
     codes = nearest(w, scale, offset, scheme).float()
-    return (codes - 2 ** (scheme.bits - 1)) * scale.float() if offset is None else codes * scale.float() + offset.float()
+    if offset is not None: return codes * scale.float() + offset.float()
+    return (codes if scheme.e4m3 else codes - 2 ** (scheme.bits - 1)) * scale.float()
 
 
 def bounded(w: Tensor, found: Quantized, plain: Quantized, take: Tensor | None = None) -> Quantized:
@@ -115,7 +127,8 @@ def encode(w: Tensor, scale: Tensor, offset: Tensor | None, scheme: Scheme) -> Q
 
 
 def nearest(w: Tensor, scale: Tensor, offset: Tensor | None, scheme: Scheme) -> Tensor:
-    """u8 codes of values, given each one's own scale and offset; any shape."""
+    """Codes of values, u8 or e4m3, given each one's own scale and offset; any shape."""
+    if scheme.e4m3: return (w / scale.float()).clamp(-scheme.top, scheme.top).to(E4M3)
     top, middle = 2**scheme.bits - 1, 2 ** (scheme.bits - 1)
     if offset is None: return ((w / scale.float()).round() + middle).clamp(0, top).to(torch.uint8)
     return ((w - offset.float()) / scale.float()).round().clamp(0, top).to(torch.uint8)
@@ -123,11 +136,13 @@ def nearest(w: Tensor, scale: Tensor, offset: Tensor | None, scheme: Scheme) -> 
 
 def scales(low: Tensor, high: Tensor, scheme: Scheme, name: str) -> tuple[Tensor, Tensor | None]:
     """f16 scales, finite and above 0, and offsets, for ranges [N, G]. UserError where f16 cannot hold one."""
-    wanted = torch.maximum(-low, high) / (2 ** (scheme.bits - 1) - 1) if scheme.symmetric else (high - low) / (2**scheme.bits - 1)
+    wanted = torch.maximum(-low, high) / scheme.top if scheme.symmetric else (high - low) / (2**scheme.bits - 1)
     largest = max(float(wanted.max()), 0.0 if scheme.symmetric else float(low.abs().max()))
     if largest > F16_MAX:
         raise UserError(f"{name}: a scale of {largest:.3g} is beyond f16 ({F16_MAX:.0f}): leave this weight wide with a recipe")
     scale = torch.where(wanted > 0, wanted.clamp(min=F16_TINY), 1.0).half()      # all zeros, or one value: any scale will do
+    if scheme.e4m3:                                                              # up: nothing is cut off, and a float loses nothing by it
+        scale = torch.where(scale.float() < wanted, (scale.view(torch.int16) + 1).view(torch.float16), scale)
     return scale, None if scheme.symmetric else low.half()
 
 

@@ -67,7 +67,7 @@ def _scheme(node: fx.Node, schemes: Mapping[str, Scheme]) -> Scheme | None:
 
 def as_read(x: Tensor, scheme: Scheme) -> Tensor:
     """Rows as codes of eight bits mean them; those of sixteen are finer than bf16."""
-    return rounded_rows(x, 8, scheme.act_group).to(x.dtype) if scheme.act_bits == 8 else x
+    return rounded_rows(x, 8, scheme.act_group, scheme.e4m3).to(x.dtype) if scheme.act_bits == 8 else x
 
 
 def _gram(windows: Sequence[Tensor], first: float, name: str) -> Tensor:

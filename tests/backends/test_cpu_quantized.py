@@ -203,6 +203,8 @@ def refusal(**changed: object) -> str | None:
 def test_refusals() -> None:
     assert refusal() is None
     assert "act_bits 0" in str(refusal(act_bits=0))
+    assert "codes are torch.float8_e4m3fn: a product here is of whole numbers" in str(
+        refusal(codes=meta(48, 64, dtype=torch.float8_e4m3fn)))
     assert "groups of 16" in str(refusal(group=16, scale=meta(48, 4, dtype=F16)))
     assert "groups of 64" in str(refusal(act_group=64))
     assert "float64" in str(refusal(x=meta(T, 64, dtype=torch.float64)))

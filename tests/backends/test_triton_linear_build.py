@@ -1,14 +1,17 @@
 """Products and attention compiled for real chips at the sizes of Llama-3.1-8B: no spills (the build refuses them), tensor cores."""
 from triton_env import kernels, several  # isort: skip  # before anything of Triton
 
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import triton
 from infc.backends.triton.build import build, programs_at_once
 from infc.backends.triton.registry import Emit, Launch
-from infc.compiler.ops.codes import groups
+from infc.compiler.ops.codes import E4M3, groups
 from torch import Tensor
 
 BF16, F16, F32, I32, U8 = torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.uint8
@@ -43,6 +46,15 @@ def codes(rows: int, n: int, k: int, bits: int, group: int, offset: bool = False
     return launches("infc::linear_quantized", bias=None, residual=None, **held)
 
 
+def floats(rows: int, n: int, k: int, act: str = "", act_bits: int = 0, group: int = 0, tensor: bool = False,
+           dtype: torch.dtype = BF16) -> list[Launch]:
+    height = n * (2 if act else 1)
+    held = {"x": meta(rows, k, dtype=dtype), "codes": meta(height, k, dtype=E4M3), "bits": 8, "group": group, "act_bits": act_bits,
+            "scale": meta(*(1, 1) if tensor else (height, groups(k, group)), dtype=F16), "offset": None, "act_group": 0}
+    if act: return launches("infc::linear_swiglu_quantized", act=act, **held)
+    return launches("infc::linear_quantized", bias=None, residual=None, **held)
+
+
 def attention(tokens: int, sequences: int, q_heads: int = 32, kv_heads: int = 8, head: int = 128, dtype: torch.dtype = BF16,
               cache: torch.dtype | None = None, window: int = 0, softcap: float = 0.0, blocks: int = 256) -> list[Launch]:
     pool, held = sequences * blocks, dict[str, Tensor]()
@@ -69,6 +81,10 @@ HOT = {                                   # what decode and prefill of an 8B mod
     "4 bits, one row": (codes(1, 28_672, 4096, 4, 32), "wgmma"),
     "8 bits, many rows": (codes(2048, 4096, 4096, 8, 32), "wgmma"),
     "8 bits, rounded rows": (codes(16, 4096, 4096, 8, 32, act_bits=8, act_group=32)[1:], "wgmma"),
+    "e4m3, one row": (floats(1, 4096, 4096), "wgmma"),
+    "e4m3, gate and up": (floats(16, 14_336, 4096, act="silu"), "wgmma"),
+    "e4m3, many rows": (floats(2048, 4096, 4096), "wgmma"),
+    "e4m3 rows": (floats(2048, 4096, 4096, act_bits=8)[1:], "wgmma"),
     "decode": (attention(8, 8), "mma"),
     "prefill": (attention(2048, 8), "wgmma"),
 }
@@ -76,7 +92,8 @@ HOT = {                                   # what decode and prefill of an 8B mod
 
 def every(arch: str) -> list[Launch]:
     """Each kernel in each of its cuts. Triton reads e4m3 from sm_89 on."""
-    found = [launch for hot, _ in HOT.values() for launch in hot]
+    found = [launch for name, (hot, _) in HOT.items() if arch != "sm_80" or "e4m3" not in name for launch in hot]
+    if arch != "sm_80": found += every_e4m3()
     for rows in (1, 8, 32, 64, 256, 2048):
         found += [*linear(rows, 4096, 4096), *swiglu(rows, 14_336, 4096)]
         for bits, group, offset in ((8, 32, False), (4, 32, True), (4, 128, False), (8, 0, True)):
@@ -97,6 +114,15 @@ def every(arch: str) -> list[Launch]:
     return found
 
 
+def every_e4m3() -> list[Launch]:
+    """Products of e4m3 codes in each of their cuts."""
+    found = [*floats(8, 4096, 4096, dtype=F16), *floats(8, 4096, 4096, dtype=F32), *floats(64, 4096, 4096, group=32)]
+    for rows in (1, 8, 32, 64, 256, 2048):
+        found += [*floats(rows, 4096, 4096), *floats(rows, 14_336, 4096, act="silu"), *floats(rows, 4096, 4096, act_bits=8, tensor=True),
+                  *floats(rows, 14_336, 4096, act="silu", act_bits=8), *floats(rows, 4096, 4096, group=128, act_bits=8)]
+    return found
+
+
 def test_hot_kernels(tmp_path: Path) -> None:
     flat = [launch for hot, _ in HOT.values() for launch in hot]
     made = iter(build(flat, "sm_90a", cache=tmp_path))
@@ -105,6 +131,23 @@ def test_hot_kernels(tmp_path: Path) -> None:
         assert first.made.tensor_cores == cores and not first.made.spill_stores, f"{name}: {first.title} runs on {first.made.tensor_cores}"
         assert programs_at_once(first) >= (2 if hot[0].warps == 4 else 1), f"{name}: {first.title} hides no latency"
         assert all(other.made.tensor_cores == "" for other in others)
+
+
+@pytest.mark.slow
+def test_every_cut_of_e4m3_on_ada(tmp_path: Path) -> None:
+    """Where a program has 99 KB of shared memory."""
+    made = build(every_e4m3(), "sm_89", cache=tmp_path)
+    assert all(code.made.tensor_cores in ("mma", "") and code.made.spill_stores <= 160 for code in made)
+
+
+def test_rows_of_e4m3_are_multiplied_as_e4m3(tmp_path: Path) -> None:
+    """Not made wide first: the code has the tensor core's own instruction, 32 columns deep."""
+    for arch, instruction in (("sm_89", "QMMA.16832.F32.E4M3.E4M3"), ("sm_90a", "QGMMA.64x64x32.F32.E4M3.E4M3")):
+        (code,) = build(floats(64, 4096, 4096, act_bits=8)[1:2], arch, cache=tmp_path)
+        (tmp_path / "code.cubin").write_bytes(code.made.cubin)
+        disassembler = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+        shown = subprocess.run([disassembler, "-c", tmp_path / "code.cubin"], capture_output=True, text=True, check=True).stdout
+        assert set(re.findall(r"\b[A-Z]*MMA[.\w]*", shown)) == {instruction}
 
 
 @pytest.mark.slow

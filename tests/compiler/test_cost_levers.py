@@ -55,6 +55,8 @@ def test_what_is_quantized_already_is_no_lever():
     now = phase_seconds(coded, phase, PEAKS)
     assert "weight int8" not in found and "KV int8" not in found
     assert found["weight int4"] == pytest.approx(now / (now - 0.05), rel=1e-4)
+    floats = MADE_UP | {"kernels": [linear | {"dtype": "fp8a8"}, attention, rows]}
+    assert "weight int8" not in {b["lever"] for b in bounds(floats, [phase], PEAKS)}
     both = coded | {"kernels": [*coded["kernels"], linear], "steps": {name: [*steps, 3] for name, steps in coded["steps"].items()}}
     found, now = {b["lever"]: b["ratio"] for b in bounds(both, [phase], PEAKS)}, phase_seconds(both, phase, PEAKS)
     assert found["weight int8"] == pytest.approx(now / (now - 0.05), rel=1e-4)

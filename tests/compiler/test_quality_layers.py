@@ -57,7 +57,7 @@ def test_the_sampler_is_left_out(captured):
     assert "infc.paged_attention.default" in seen and not any("sample" in name for name in seen)
 
 
-@pytest.mark.parametrize("quant", ["w8", "w4", "w4:g64:asym", "w8a8", "w4:channel"])
+@pytest.mark.parametrize("quant", ["w8", "w4", "w4:g64:asym", "w8a8", "w4:channel", "fp8", "fp8a8:tensor", "fp8:g32"])
 def test_the_error_is_that_of_the_product(captured, quant: str):
     wide = step_graph(captured, quant, until="quantize_weights")
     found = probes(wide, IDS)
@@ -68,13 +68,15 @@ def test_the_error_is_that_of_the_product(captured, quant: str):
         x, scheme = found[name].given, parse(layer.scheme)
         codes, scale, offset = (graph.weights.get(f"{name}_{part}") for part in ("codes", "scale", "offset"))
         k = wide.weights[name].shape[1]
-        value = unpack_codes(codes, scheme.bits, k).double()
-        value = (value if offset is not None else value - 2 ** (scheme.bits - 1)) * spread(scale.double(), k, scheme.group)
+        value = codes.double() if scheme.e4m3 else unpack_codes(codes, scheme.bits, k).double()
+        if offset is None and not scheme.e4m3: value -= 2 ** (scheme.bits - 1)
+        value = value * spread(scale.double(), k, scheme.group)
         if offset is not None: value = value + spread(offset.double(), k, scheme.group)
         w = wide.weights[name].double()
         assert layer.error == pytest.approx(float((x.double() @ (w - value).T).norm() / (x.double() @ w.T).norm()), rel=1e-3)
         assert layer.bits == scheme.stored_bits(k) and layer.values == w.numel() and layer.modules
-    assert every[QKV].scheme == str(parse(quant)) and every["model_embed_tokens_weight"].scheme.startswith("w8")
+    assert every[QKV].scheme == str(parse(quant))
+    assert every["model_embed_tokens_weight"].scheme.startswith("fp8" if "fp8" in quant else "w8")
     assert {"model.embed_tokens", "lm_head"} <= set(every["model_embed_tokens_weight"].modules)
 
 

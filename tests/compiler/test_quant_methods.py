@@ -12,7 +12,7 @@ from infc.compiler.quant.matrices import matrices, products
 from infc.compiler.quant.plan import METHODS, Plan
 from infc.compiler.quant.recipe import from_text
 from infc.compiler.quant.rounding import WORST, least_squares, round_to_nearest, row_errors
-from infc.compiler.quant.scheme import Scheme
+from infc.compiler.quant.scheme import Scheme, e4m3
 from infc.compiler.quant.statistics import ROWS, Inputs, collect, inputs_of
 from torch import Tensor
 
@@ -233,7 +233,8 @@ def test_every_method_quantizes_with_and_without_inputs(method):
         assert bool((row_errors(w, found) <= WORST * row_errors(w, round_to_nearest(w, Scheme(4)))).all())
 
 
-@pytest.mark.parametrize(("scheme", "method"), [(Scheme(8), "rtn"), (Scheme(8, 0, False), "rtn"), (Scheme(4), "gptq")], ids=str)
+@pytest.mark.parametrize(("scheme", "method"), [(Scheme(8), "rtn"), (Scheme(8, 0, False), "rtn"), (Scheme(4), "gptq"),
+                                                (e4m3(), "rtn")], ids=str)
 def test_auto_goes_by_the_bits(scheme, method):
     assert Plan(scheme, "auto").how(scheme) is METHODS[method]
 
@@ -253,6 +254,16 @@ def test_eight_bits_need_no_text_and_four_do():
     assert len([*Plan(Scheme(8), "auto").codes(graph, dict.fromkeys(nodes, Scheme(8)))]) == len(nodes)
     with pytest.raises(UserError, match=r"no tokenizer to read a calibration text with, which --quant-method auto looks at"):
         [*Plan(Scheme(4), "auto").codes(graph, dict.fromkeys(nodes, Scheme(4)))]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_e4m3_is_by_rounding_or_ranges_alone(method):
+    """Also as a line of a recipe."""
+    w = weight(4, 40)
+    for asked in (e4m3(), e4m3(0, 8, tensor=True), from_text("format: 1\nlayers:\n  - '*': w4\n  - 'a.*': fp8\n", "r.yaml")):
+        if method in ("rtn", "mse"): assert Plan(asked, method).quantize(w, e4m3(), "w").scheme.e4m3
+        else:
+            with pytest.raises(UserError, match=rf"--quant-method {method} is for integer codes, .* auto, rtn, mse$"): Plan(asked, method)
 
 
 def test_an_unknown_method_is_refused():

@@ -15,7 +15,7 @@ from infc.compiler.quant import recipe
 from infc.compiler.quant.matrices import matrices
 from infc.compiler.quant.plan import Plan
 from infc.compiler.quant.recipe import Keep, Line, Recipe, from_text, paths, read, widest, written
-from infc.compiler.quant.scheme import Scheme
+from infc.compiler.quant.scheme import Scheme, e4m3, parse
 from infc.compiler.rewrite import Report
 from torch import fx
 
@@ -115,15 +115,19 @@ def test_every_weight_of_the_step_graph_has_its_modules_names(wide: Graph) -> No
 
 SCHEMES = st.builds(Scheme, st.sampled_from((4, 8)), st.sampled_from((0, 32, 64, 128)), st.booleans(), st.sampled_from((0, 8, 16)),
                     st.sampled_from((0, 32)))
+FLOATS = st.builds(e4m3, st.sampled_from((0, 32, 64, 128)), st.sampled_from((0, 8))) | st.builds(
+    e4m3, act_bits=st.sampled_from((0, 8)), tensor=st.just(True))
 
 
-@given(st.lists(SCHEMES, min_size=1, max_size=4), st.sampled_from((32, 48, 576)))
+@given(st.lists(SCHEMES | FLOATS, min_size=1, max_size=4), st.sampled_from((32, 48, 576)))
 def test_nothing_gets_fewer_bits_than_it_asked_for(schemes: list[Scheme], k: int) -> None:
     found = widest(schemes, k)
     assert found is not None and widest(schemes[::-1], k) == found                   # whatever the order
     for scheme in schemes:
         assert found.bits >= scheme.bits and (found.act_bits or 32) >= (scheme.act_bits or 32)
-        assert found.bits > scheme.bits or found.stored_bits(k) >= scheme.stored_bits(k)
+        assert found.bits > scheme.bits or (scheme.e4m3 and not found.e4m3) or found.stored_bits(k) >= scheme.stored_bits(k)
+        assert scheme.e4m3 or not found.e4m3 or found.bits > scheme.bits            # of eight bits integers are the finer
+    assert parse(str(found)) == found
     assert widest([*schemes, None], k) is None
 
 
@@ -177,7 +181,7 @@ def test_any_text_is_a_recipe_or_one_line(text: str) -> None:
 PATHS = st.text(st.sampled_from('abz09._-*?["\\ é:#'), min_size=1, max_size=12)
 
 
-@given(st.lists(st.tuples(PATHS, SCHEMES | st.none() | st.builds(Keep, st.sampled_from((0, 8, 16)))), min_size=1, max_size=5))
+@given(st.lists(st.tuples(PATHS, SCHEMES | FLOATS | st.none() | st.builds(Keep, st.sampled_from((0, 8, 16)))), min_size=1, max_size=5))
 def test_a_recipe_reads_back_from_its_own_text(lines: list[tuple]) -> None:
     made = Recipe(tuple(Line(pattern, one) for pattern, one in lines))
     assert from_text(str(made), "r.yaml") == made
@@ -187,6 +191,7 @@ def test_what_quant_may_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     file = tmp_path / "mine.yaml"
     file.write_text("# mine\n" + HEAD + "  - '*': w8   # all\n")
     assert read(str(file)) == Recipe((Line("*", Scheme(8)),)) == read(recipe.text_of(str(file)))
+    assert read("fp8a8:g64") == e4m3(64, 8) == read("fp8a8:g64:token") and read("fp8:channel") == e4m3()
     assert read("none") is None and read("w4a8:g64") == Scheme(4, 64, act_bits=8)
     assert read("keep") == Recipe((Line("*", Keep()),)) and read("keepa8") == Recipe((Line("*", Keep(8)),))
     assert recipe.text_of("w8") == "w8"
@@ -196,7 +201,9 @@ def test_what_quant_may_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.chdir(tmp_path)
     for quant, said in {"gone.yaml": "gone.yaml: cannot be read (no such file or directory)", "bytes.yml": "byte 0 is no UTF-8",
                         "folder.yaml": "is a directory", "recipe": "is a file without .yaml or .yml at its end",
-                        "w9": "unknown quantization 'w9': write w8 or w4"}.items():
+                        "w9": "unknown quantization 'w9': write w8 or w4", "fp8:asym": "no offset: leave :asym out",
+                        "fp8a16": "unknown quantization 'fp8a16'", "w8:tensor": "unknown quantization 'w8:tensor' at 'tensor'",
+                        "fp8:g32:tensor": "says which group twice"}.items():
         with pytest.raises(UserError) as error:
             read(quant)
         assert said in error.value.message and "\n" not in error.value.message
@@ -207,6 +214,7 @@ def test_what_quant_may_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("text", [
     HEAD + '  - "*": w8\n', HEAD + '  - "*": w4:g64:asym\n  - "model.layers.1.*": none\n  - lm_head: w8a8\n  - model.embed_tokens: w8a8\n',
     HEAD + '  - "model.layers.*.mlp.*": w4a32:channel\n  - "model.layers.0.self_attn.*_proj": w8a8:token\n',
+    HEAD + '  - "*": fp8\n  - "model.layers.*.mlp.*": fp8a8:tensor\n  - "model.layers.1.self_attn.o_proj": fp8:g32\n',
 ])
 @pytest.mark.parametrize("model", ["wide", "untied"])
 def test_a_compiles_recipe_gives_the_same_graph_again(text: str, model: str, request: pytest.FixtureRequest) -> None:

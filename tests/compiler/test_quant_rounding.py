@@ -6,12 +6,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from infc.compiler.errors import UserError
-from infc.compiler.ops.codes import groups, spread
+from infc.compiler.ops.codes import E4M3, E4M3_MAX, groups, spread
 from infc.compiler.quant.rounding import F16_TINY, WORST, Quantized, bounded, encode, least_squares, round_to_nearest, row_errors, scales
-from infc.compiler.quant.scheme import Scheme, parse
+from infc.compiler.quant.scheme import Scheme, e4m3, parse
 from torch import Tensor
 
-SCHEMES = [Scheme(bits, group, symmetric) for bits in (4, 8) for group in (0, 32, 64, 128) for symmetric in (True, False)]
+FLOATS = [e4m3(), e4m3(32), e4m3(128)]
+SCHEMES = [Scheme(bits, group, symmetric) for bits in (4, 8) for group in (0, 32, 64, 128) for symmetric in (True, False)] + FLOATS
 METHODS = [round_to_nearest, least_squares]
 
 scheme = st.sampled_from(SCHEMES)
@@ -33,9 +34,10 @@ def matrix(n: int, k: int, seed: int, outliers: int = 0, magnitude: float = 1.0)
 
 def sound(found: Quantized, n: int, k: int) -> None:
     """Of the right shapes, with scales that are finite and above 0."""
-    assert found.codes.shape == (n, -(-k * found.scheme.bits // 8)) and found.codes.dtype == torch.uint8
+    assert found.codes.shape == (n, -(-k * found.scheme.bits // 8)) and found.codes.dtype == (E4M3 if found.scheme.e4m3 else torch.uint8)
+    shape = (1, 1) if found.scheme.tensor else (n, groups(k, found.scheme.group))
     for part in (found.scale, found.offset):
-        if part is not None: assert part.shape == (n, groups(k, found.scheme.group)) and part.dtype == torch.float16
+        if part is not None: assert part.shape == shape and part.dtype == torch.float16
     assert (found.offset is None) == found.scheme.symmetric
     assert bool((found.scale > 0).all()) and bool(found.dequantized().isfinite().all())
 
@@ -43,13 +45,15 @@ def sound(found: Quantized, n: int, k: int) -> None:
 @given(st.integers(1, 4), st.integers(1, 150), scheme, st.integers(0, 3), st.sampled_from([1e-6, 1e-2, 1.0]), st.integers(0, 999))
 @settings(max_examples=150, deadline=None)
 def test_nothing_is_further_off_than_half_a_step(n, k, scheme, outliers, magnitude, seed):
-    """And what f16 takes from the scale, times the largest code, and from the offset."""
+    """And what f16 takes from the scale, times the largest code, and from the offset. A step of e4m3 is an eighth of the value's power of
+    two, and a 512th from 2**-6 down; its scales are rounded up, which takes nothing."""
     w = matrix(n, k, seed, outliers, magnitude)
     found = round_to_nearest(w, scheme)
     sound(found, n, k)
-    top = 2 ** (scheme.bits - 1) if scheme.symmetric else 2**scheme.bits
+    top = E4M3_MAX if scheme.e4m3 else 2 ** (scheme.bits - 1) if scheme.symmetric else 2**scheme.bits
     step = spread(found.scale.float(), k, scheme.group)
     slack = top * (step * 2**-11 + F16_TINY / 2)
+    if scheme.e4m3: step, slack = step * 2 ** (w / step).abs().clamp(min=2.0**-6).log2().floor() / 8, step * 1e-5
     if found.offset is not None: slack += spread(found.offset.float().abs(), k, scheme.group) * 2**-11 + F16_TINY
     assert bool(((found.dequantized() - w).abs() <= step / 2 + slack).all())
 
@@ -86,13 +90,34 @@ def test_a_sign_changes_the_sign(scheme, seed):
 def test_what_codes_can_say_is_found_again(n, k, scheme, seed):
     """A weight on the grid of its own range comes back every bit."""
     generator = torch.Generator().manual_seed(seed)
-    low, high = (-(2 ** (scheme.bits - 1) - 1), 2 ** (scheme.bits - 1) - 1) if scheme.symmetric else (0, 2**scheme.bits - 1)
-    codes = torch.randint(low, high + 1, (n, k), generator=generator).float()
+    low, high = (-scheme.top, scheme.top) if scheme.symmetric else (0, 2**scheme.bits - 1)
+    codes = torch.randint(int(low), int(high) + 1, (n, k), generator=generator).float()
+    if scheme.e4m3: codes = torch.randint(127, (n, k), generator=generator, dtype=torch.uint8).view(E4M3).float()
     codes[:, :: scheme.group or k] = high                                   # each group reaches the end of its range,
     if not scheme.symmetric and k > 1: codes[:, 1 :: scheme.group or k] = low                               # and the other
     w = codes * 2.0**-7
     if scheme.symmetric or (k - 1) % (scheme.group or k):                   # a last group of one value has no range of its own
         assert torch.equal(round_to_nearest(w, scheme).dequantized(), w)
+
+
+@given(st.integers(1, 5), st.integers(1, 70), st.integers(0, 2), st.sampled_from(METHODS), st.integers(0, 99))
+@settings(max_examples=40, deadline=None)
+def test_one_scale_for_a_whole_weight_is_that_of_the_weight_as_one_row(n, k, outliers, method, seed):
+    w, scheme = matrix(n, k, seed, outliers), e4m3(tensor=True)
+    found, row, plain = method(w, scheme), method(w.reshape(1, -1), e4m3()), round_to_nearest(w, scheme)
+    sound(found, n, k)
+    same = torch.equal(found.dequantized(), row.dequantized().reshape(n, k))
+    assert same or (torch.equal(found.scale, plain.scale) and bool((row_errors(w, Quantized(
+        row.codes.reshape(n, k), row.scale, None, scheme, k)) > WORST * row_errors(w, plain)).any()))
+    assert bool((row_errors(w, found) <= WORST * row_errors(w, plain)).all())
+
+
+def test_e4m3_keeps_small_values_that_integers_of_a_row_lose():
+    """A share of each value, down to 2**-15 of the largest: with an outlier, bytes that stand for whole numbers give 0."""
+    w = torch.full((1, 64), 1e-3)
+    w[0, 0] = 1.0
+    floats, whole = (round_to_nearest(w, scheme).dequantized()[0, 1] for scheme in (e4m3(), Scheme(8, 0)))
+    assert float(whole) == 0 and abs(float(floats) - 1e-3) <= 1e-3 * 2**-4
 
 
 # --------------------------------------------------------------------------------------------------------------- bad weights
@@ -113,16 +138,17 @@ def test_zeros_constants_and_tiny_values(method, scheme):
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("scheme", [Scheme(4), e4m3(), e4m3(tensor=True)], ids=str)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_is_refused_by_name(method, bad):
+def test_what_is_not_finite_is_refused_by_name(method, bad, scheme):
     w = matrix(3, 64, 0)
     w[1, 17] = bad
     with pytest.raises(UserError, match=rf"mlp_weight: 1 values are not finite, the first at \[1, 17\] is {bad}"):
-        method(w, Scheme(4), "mlp_weight")
+        method(w, scheme, "mlp_weight")
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("scheme", "value"), [("w4", 1e6), ("w8", 1e7), ("w8:asym", -1e5)])
+@pytest.mark.parametrize(("scheme", "value"), [("w4", 1e6), ("w8", 1e7), ("w8:asym", -1e5), ("fp8", 4e7), ("fp8:tensor", 4e7)])
 def test_a_scale_beyond_f16_is_refused_by_name(method, scheme, value):
     w = matrix(2, 64, 0)
     w[0, 0] = value

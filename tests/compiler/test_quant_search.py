@@ -25,6 +25,7 @@ from infc.compiler.quant.search import Option, efficient
 
 WINDOWS = [torch.randint(VOCABULARY, (48,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(6)]
 PLAN = Plan(Scheme(8), calibration=WINDOWS)
+HEAD = 'format: 1\nlayers:\n  - "*": '
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +126,13 @@ def test_activations_of_eight_bits_are_part_of_what_is_measured(wide: Graph) -> 
     a16, a8 = found(wide, "kl<=1", "w8"), found(wide, "kl<=1", "w8a8")
     assert a8.figures is not None and a16.figures is not None and a8.bytes == a16.bytes
     assert a8.figures.kl is not None and a16.figures.kl is not None and a8.figures.kl > 1.2 * a16.figures.kl
+
+
+def test_e4m3_is_a_format_to_choose(wide: Graph) -> None:
+    """With one scale a weight it has the fewest bytes of these; integers in groups are the finer, and what a narrower limit asks for."""
+    loose, tight = found(wide, "kl<=1", "w8,fp8:tensor"), found(wide, f"kl<={kl(wide, HEAD + 'fp8:tensor') / 4}", "w8,fp8:tensor")
+    assert [str(line) for line in loose.recipe.lines] == ['"*": fp8:tensor'] and loose.bytes < tight.bytes
+    assert any(str(line.choice) == "w8" for line in tight.recipe.lines)
 
 
 def test_progress_is_shown_weight_by_weight_and_measurement_by_measurement(wide: Graph) -> None:

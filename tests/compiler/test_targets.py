@@ -44,6 +44,12 @@ def test_peaks_are_dense(name: str) -> None:
     assert 1.0e9 < one.fp32_tflops * 1e12 / (2 * (64 if TARGETS[name].isa == "sm_80" else 128) * one.sms) < 2.6e9
 
 
+def test_who_multiplies_e4m3() -> None:
+    """What has fp8 in its tensor cores has it in its KV cache, and no CPU has either."""
+    assert [name for name, target in TARGETS.items() if target.e4m3] == ["h100", "h100-pcie", "h200", "l40s", "b200"]
+    assert all(target.e4m3 == ("fp8" in target.kv_formats) for target in TARGETS.values())
+
+
 def test_what_runs_where() -> None:
     assert {name: arch.runs_on for name, arch in ARCHS.items()} == {
         "sm_80": ("8.0", "8.6", "8.9"), "sm_89": ("8.9",), "sm_90a": ("9.0",), "sm_100a": ("10.0",)}

@@ -50,7 +50,35 @@ def test_products_and_lookups_read_codes():
     assert PASS.apply(graph) == 0
 
 
-@pytest.mark.parametrize("scheme", ["w8", "w4", "w8a8:channel:token", "w4:g128:asym", "w4a32"])
+def test_e4m3_goes_the_same_way():
+    graph = step("fp8a8")
+    assert PASS.apply(graph) == 2 * 4 + 2
+    verify(graph)
+    fake_propagate(graph)
+    filecheck(graph, r"""
+    CHECK:      [[X:%\w+]]: f32[T,32] = infc.embedding_quantized([[EC:%\w+]], [[ES:%\w+]], None, %input_ids, 8, 0, 32, f32)
+    CHECK:      infc.linear_quantized({{.*}}, None, None, None, 8, 0, 8, 0, None)
+    CHECK:      infc.linear_swiglu_quantized({{.*}}, 'silu', 8, 0, 8, 0, None)
+    CHECK:      infc.linear_quantized({{.*}}, [[EC]], [[ES]], None, None, None, 8, 0, 8, 0, None)
+    CHECK-NOT:  dequantize
+    CHECK-NOT:  quantize_rows
+    """)
+
+
+def test_rows_of_another_kind_of_codes_are_read_as_they_mean():
+    """Of a weight in e4m3 rows in whole numbers are not part of the product: its rows would be e4m3."""
+    graph = biased("fp8a8")
+    for node in graph.nodes:
+        if node.target is infc.quantize_rows.default: node.kwargs = {}
+    fake_propagate(graph, accept_changes=True)
+    assert PASS.apply(graph) == 2
+    filecheck(graph, """
+    CHECK: [[X:%\\w+]]: f32[B,S,37] = infc.dequantize_rows(
+    CHECK: infc.linear_quantized([[X]], {{.*}}, 8, 0, 0, 0, None)
+    """)
+
+
+@pytest.mark.parametrize("scheme", ["w8", "w4", "w8a8:channel:token", "w4:g128:asym", "w4a32", "fp8", "fp8:tensor", "fp8a8", "fp8a8:g32"])
 def test_keeps_its_contract(scheme):
     was = step(scheme)
     after = was.copy()
@@ -76,7 +104,7 @@ def biased(scheme):
     return quantized(graph, scheme)
 
 
-@pytest.mark.parametrize("scheme", ["w8", "w4", "w4:channel:asym", "w8a8"])
+@pytest.mark.parametrize("scheme", ["w8", "w4", "w4:channel:asym", "w8a8", "fp8", "fp8a8:tensor"])
 def test_bias_residual_and_odd_rows(scheme):
     was = biased(scheme)
     after = was.copy()

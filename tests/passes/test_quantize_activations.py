@@ -48,6 +48,31 @@ def test_rows_are_rounded_before_each_product():
     """)
 
 
+def test_rows_of_e4m3_have_one_scale_each():
+    _, after, fired = rounded("fp8a8")
+    assert fired == 2 * 4 + 1
+    verify(after)
+    fake_propagate(after)
+    filecheck(after, r"""
+    CHECK:      [[X:%\w+]]: f32[T,32] = infc.rms_norm(
+    CHECK-NEXT: [[P:%\w+]]: (f8e4m3[T,32], f32[T,1]) = infc.quantize_rows([[X]], 8, 0, e4m3=True)
+    CHECK-NEXT: [[C:%\w+]]: f8e4m3[T,32] = operator.getitem([[P]], 0)
+    CHECK-NEXT: [[S:%\w+]]: f32[T,1] = operator.getitem([[P]], 1)
+    CHECK-NEXT: [[R:%\w+]]: f32[T,32] = infc.dequantize_rows([[C]], [[S]], 0, f32)
+    CHECK-NEXT: infc.linear([[R]],
+    """)
+    was, after, fired = rounded("fp8")
+    assert fired == 0 and text(after) == text(was)
+
+
+def test_rows_in_another_format_than_asked_for_are_caught():
+    was, after, _ = rounded("fp8a8")
+    node = next(n for n in after.nodes if n.target is infc.quantize_rows.default)
+    node.kwargs = {}
+    with pytest.raises(CheckFailed, match=r"is rounded to 8 bits in groups of 0, and fp8a8 asks for 8 of e4m3 in groups of 0"):
+        PASS.check(was, after)
+
+
 def test_sixteen_bits_are_the_default_and_a32_leaves_rows_as_they_are():
     _, after, fired = rounded("w4")
     assert fired == 9 and "i16[T,32]" in text(after)
@@ -70,7 +95,7 @@ def test_products_with_wide_weights_are_left_alone():
     assert PASS.apply(graph, Report(PASS.name, options={"quantization": Plan(parse("w8a8"))})) == 0 and text(graph) == was
 
 
-@pytest.mark.parametrize("scheme", ["w8", "w4:g128", "w8a8", "w8a8:token"])
+@pytest.mark.parametrize("scheme", ["w8", "w4:g128", "w8a8", "w8a8:token", "fp8a8", "fp8a8:tensor"])
 def test_keeps_its_bound(scheme):
     was, after, _ = rounded(scheme)
     found = PASS.check(was, after)

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from infc.compiler.errors import CheckFailed, UserError
 from infc.compiler.ir import Graph, fake_propagate, text, verify
 from infc.compiler.ops import aten
-from infc.compiler.ops.kv_quantized import E4M3_MAX, FORMATS, read, stored
+from infc.compiler.ops.codes import E4M3_MAX
+from infc.compiler.ops.kv_quantized import FORMATS, read, stored
 from infc.compiler.ops.registry import by_name, cost_of
 from infc.compiler.quant.kv import KvPlan, parse_kv
 from infc.compiler.rewrite import Report, emit

@@ -56,6 +56,24 @@ def test_codes_and_scales_stand_where_the_weight_stood():
     """)
 
 
+def test_e4m3_codes_are_of_their_own_type_and_head_and_table_are_e4m3_too():
+    after, _, fired = quantized(step(), "fp8")
+    assert fired == 2 * 4 + 1
+    verify(after)
+    fake_propagate(after)
+    filecheck(after, r"""
+    CHECK:      [[EC:%\w+]]: f8e4m3[48,32] = weight
+    CHECK-NEXT: [[ES:%\w+]]: f16[48,1] = weight
+    CHECK:      [[C:%\w+qkv\w+codes]]: f8e4m3[64,32] = weight
+    CHECK-NEXT: [[S:%\w+]]: f16[64,1] = weight
+    CHECK:      [[W:%\w+]]: f32[64,32] = infc.dequantize([[C]], [[S]], None, 8, 0, 32, f32)
+    CHECK-NEXT: [[E:%\w+]]: f32[48,32] = infc.dequantize([[EC]], [[ES]], None, 8, 0, 32, f32)
+    CHECK:      aten.embedding([[E]],
+    CHECK:      infc.linear({{.*}}, [[W]])
+    CHECK:      infc.linear({{.*}}, [[E]])
+    """)
+
+
 def test_without_a_plan_nothing_happens():
     graph = step()
     was = text(graph)
@@ -63,7 +81,8 @@ def test_without_a_plan_nothing_happens():
 
 
 @pytest.mark.parametrize(("scheme", "method"), [*((s, "rtn") for s in ("w8", "w4:g128", "w8a8")), *(("w4", m) for m in METHODS),
-                                                ("w4:channel:asym", "gptq")])
+                                                ("w4:channel:asym", "gptq"),
+                                                *((s, m) for s in ("fp8", "fp8:g32", "fp8:tensor") for m in ("rtn", "mse"))])
 def test_keeps_its_bound(scheme, method):
     was = step()
     after, _, _ = quantized(was, scheme, method)
@@ -71,12 +90,12 @@ def test_keeps_its_bound(scheme, method):
     assert 0 < found.error <= found.bound == 2
 
 
-@given(st.integers(0, 8), st.sampled_from(["w8", "w4", "w4:asym", "w4:g128"]), st.sampled_from(["rtn", "gptq"]), st.integers(0, 3))
+@given(st.integers(0, 8), st.sampled_from(["w8", "w4", "w4:asym", "w4:g128", "fp8"]), st.sampled_from(["rtn", "gptq"]), st.integers(0, 3))
 @settings(max_examples=12, deadline=None)
 def test_a_doubled_scale_is_caught_and_named(which, scheme, method, row):
     """Of one weight, and even of one row of it."""
     was = step()
-    after, _, _ = quantized(was, scheme, method)
+    after, _, _ = quantized(was, scheme, "rtn" if scheme == "fp8" else method)
     node = [n for n in after.nodes if n.target is infc.dequantize.default][which]
     name = str(node.args[1].target)
     after.weights[name] = after.weights[name].clone()
@@ -128,6 +147,15 @@ def test_a_tied_weight_is_quantized_once_and_stored_once():
     assert torch.equal(after.run(torch.tensor([[1, 2, 3]]))[0], nn.functional.linear(expected[[1, 2, 3]], expected)[None])
 
 
+@pytest.mark.parametrize("scheme", ["fp8", "fp8:tensor"])
+def test_a_tied_weight_in_e4m3_is_stored_once(scheme):
+    was = tied()
+    after, _, _ = quantized(was, scheme)
+    assert sorted(str(w.dtype) for w in after.weights.values()) == ["torch.float16", "torch.float8_e4m3fn"]
+    expected = round_to_nearest(next(iter(was.weights.values())), parse(scheme)).dequantized()
+    assert torch.equal(after.run(torch.tensor([[1, 2, 3]]))[0], nn.functional.linear(expected[[1, 2, 3]], expected)[None])
+
+
 def test_a_weight_that_is_no_matrix_to_all_is_refused():
     graph = tied(both=True)
     was = text(graph)
@@ -146,7 +174,7 @@ def test_values_that_are_not_finite_are_refused_by_name(bad):
 
 
 @pytest.mark.parametrize("width", [40, 48, 17 * 4])
-@pytest.mark.parametrize("scheme", ["w4", "w4:g64:asym", "w8:g128"])
+@pytest.mark.parametrize("scheme", ["w4", "w4:g64:asym", "w8:g128", "fp8:g64"])
 def test_rows_that_groups_do_not_divide(width, scheme):
     was = step(hidden_size=width)
     after, _, _ = quantized(was, scheme)

@@ -61,6 +61,17 @@ def test_we_read_what_the_package_writes():
     assert all(np.array_equal(found[k], v) and found[k].dtype == v.dtype for k, v in ARRAYS.items())
 
 
+def test_e4m3_is_the_packages_too():
+    import torch
+    from safetensors.torch import load as load_torch
+
+    file, codes = io.BytesIO(), torch.arange(12, dtype=torch.uint8).reshape(3, 4)
+    write_tensors(file, {"codes": tensor(codes.numpy(), "f8e4m3")})
+    found = load_torch(file.getvalue())["codes"]
+    assert found.dtype == torch.float8_e4m3fn and torch.equal(found.view(torch.uint8), codes)
+    assert np.array_equal(parse(file.getvalue(), "test")["codes"], codes.numpy())
+
+
 def test_a_cut_file_is_refused():
     data = save(ARRAYS)
     for cut in (0, 7, 8, 100, len(data) - 1):

@@ -4,11 +4,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....compiler.ops.codes import TINY
-from ....compiler.ops.kv_quantized import E4M3_MAX, FORMATS, kv_write_quantized
+from ....compiler.ops.codes import E4M3_MAX, TINY
+from ....compiler.ops.kv_quantized import FORMATS, kv_write_quantized
 from ..primitives import narrow_e4m3
 from ..registry import Emit, kernel
-from ..rows import power_of_2, refuse_dtypes
+from ..rows import inverse_scale, power_of_2, refuse_dtypes
 from .kv_write import place
 
 LIMIT = {"int8": 127.0, "fp8": E4M3_MAX}
@@ -28,15 +28,6 @@ def refuse_caches(k_cache: Tensor, k_scale: Tensor, v_cache: Tensor, v_scale: Te
         if cache.dtype != FORMATS[format] or scale.dtype != torch.float32: return f"{name} is kept as {cache.dtype} and {scale.dtype}"
         if not (cache.is_contiguous() and scale.is_contiguous()): return f"the cache of {name} is not contiguous"
     return None if slots.is_contiguous() else "slots is not contiguous"
-
-
-@triton.jit
-def inverse_scale(largest, FORMAT: tl.constexpr, tiny, limit):
-    """What a head's values are multiplied by, in the order of compiler.ops.codes.row_codes, or of kv_quantized.stored."""
-    there = largest > tiny
-    safe = tl.where(there, largest, 1.0)
-    inverse = tl.div_rn(1.0, safe) * limit if FORMAT == "int8" else tl.div_rn(limit, safe)
-    return tl.where(there, inverse, 0.0)
 
 
 @triton.jit
@@ -60,7 +51,7 @@ def _write(x_ptr, codes_ptr, scale_ptr, token, slot, head, tiny, limit, KV_HEADS
     mask = (head < KV_HEADS)[:, None] & (at < WIDTH)
     x = tl.load(x_ptr + (token * KV_HEADS + head)[:, None] * WIDTH + at, mask, other=0.0).to(tl.float32)
     largest = largest_of(x)
-    inverse = inverse_scale(largest, FORMAT, tiny, limit)
+    inverse = inverse_scale(largest, tiny, limit)
     tl.store(codes_ptr + place(slot, head, KV_HEADS, WIDTH, PAGE)[:, None] + at, codes_of(x, inverse[:, None], FORMAT, limit), mask)
     tl.store(scale_ptr + place(slot, head, KV_HEADS, 1, PAGE), tl.div_rn(largest, tl.zeros_like(largest) + limit), head < KV_HEADS)
 

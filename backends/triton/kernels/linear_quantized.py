@@ -6,7 +6,10 @@ a group's sum of x times its offset is added. Few rows: codes are read as words 
 and each meet every fourth (second) column of x. Many rows: bytes, of which the low halves meet the even columns and the high the odd.
 
 act_bits 8: a first launch rounds the rows of x to codes (compiler.ops.codes.row_codes, the same codes), and codes meet codes: in int8
-tensor cores where a tile is deep enough for them.
+(e4m3) tensor cores where a tile is deep enough for them.
+
+e4m3 codes go the same way. Hopper's tensor cores keep some 13 bits of a sum of e4m3 products: no more than BLOCK_K of them are summed
+there, the rest in fp32.
 """
 # ruff: noqa: RET505, SIM108  # Triton compiles what follows a constant `if`; only an `else` leaves it out
 from dataclasses import dataclass, replace
@@ -17,12 +20,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ....compiler.ops import linear_quantized
-from ....compiler.ops.codes import ROW_LIMIT, TINY, groups
+from ....compiler.ops.codes import E4M3, E4M3_MAX, ROW_LIMIT, TINY, groups, row_type
 from ....compiler.ops.linear_quantized import linear_swiglu_quantized
 from ....compiler.ops.swiglu import ACTIVATIONS
-from ..primitives import bytes_as, dot, halves_as, pairs_of, quarters_of
+from ..primitives import bytes_as, dot, e4m3_as, e4m3_pairs_of, halves_as, narrow_e4m3, pairs_of, quarters_of
 from ..registry import Emit, Work, kernel
-from ..rows import power_of_2, refuse_dtypes, refuse_out
+from ..rows import inverse_scale, power_of_2, refuse_dtypes, refuse_out
 from .linear import CTAS, epilogue, lower_combine, parts, splits, store_part, tile, work_of
 
 GROUPS = (32, 64, 128, 256)
@@ -37,6 +40,8 @@ def refuse(
     """None where the kernels take the call, else why not."""
     k = x.shape[-1]
     if bits not in (4, 8): return f"codes of {bits} bits: 4 and 8 are known"
+    if codes.dtype not in (torch.uint8, E4M3): return f"codes are {codes.dtype}: u8 and e4m3 are known"
+    if codes.dtype == E4M3 and (bits != 8 or offset is not None): return "e4m3 codes have 8 bits and no offset"
     if 0 < group < k and group not in GROUPS: return f"groups of {group}: {', '.join(map(str, GROUPS))} and whole rows are known"
     if act_bits not in (0, 8): return f"rows rounded to {act_bits} bits: 8 is known, and rows as they are"
     if act_bits and act_group not in (0, group) and act_group < k: return f"rows in groups of {act_group}, the weight in groups of {group}"
@@ -58,7 +63,7 @@ def refuse_swiglu(
 
 @triton.jit
 def _round_rows(x_ptr, codes_ptr, scale_ptr, tiny, limit, K: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr, WIDE: tl.constexpr,
-                BLOCK_G: tl.constexpr):
+                BLOCK_G: tl.constexpr, FLOATS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     g = tl.program_id(1) * BLOCK_G + tl.arange(0, BLOCK_G)
     i = tl.arange(0, WIDE)
@@ -66,17 +71,24 @@ def _round_rows(x_ptr, codes_ptr, scale_ptr, tiny, limit, K: tl.constexpr, GROUP
     seen = (i < GROUP)[None, :] & (k < K)
     x = tl.load(x_ptr + row * K + k, seen, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(x), 1)
-    inverse = tl.where(largest > tiny, tl.div_rn(limit, tl.where(largest > tiny, largest, 1.0)), 0.0)
-    codes = x * inverse[:, None] + 12582912.0 - 12582912.0          # 1.5 * 2**23: no fraction is left, ties went to even
+    codes = x * inverse_scale(largest, tiny, limit)[:, None]        # pyright: ignore[reportGeneralTypeIssues]
+    if not FLOATS: codes = codes + 12582912.0 - 12582912.0          # 1.5 * 2**23: no fraction is left, ties went to even
     codes = tl.minimum(tl.maximum(codes, -limit), limit)
-    tl.store(codes_ptr + row * K + k, codes.to(tl.int8), seen)
+    if FLOATS: tl.store(codes_ptr + row * K + k, narrow_e4m3(codes), seen)
+    else: tl.store(codes_ptr + row * K + k, codes.to(tl.int8), seen)
     tl.store(scale_ptr + row * G + g, tl.div_rn(largest, limit), g < G)
 
 
 @triton.jit
-def _group_sums(codes, x, sums, BITS: tl.constexpr, WORDS: tl.constexpr):
-    """Codes [N, words or bytes] less half their range, times columns x [C, K]: [N, C] in fp32."""
-    if BITS == 8 and WORDS:
+def _group_sums(codes, x, sums, BITS: tl.constexpr, WORDS: tl.constexpr, FLOATS: tl.constexpr):
+    """Codes [N, words or bytes] less half their range (e4m3 as they are), times columns x [C, K]: [N, C] in fp32."""
+    if FLOATS and WORDS:
+        even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+        low, high = e4m3_pairs_of(codes, x.dtype)                   # pyright: ignore[reportGeneralTypeIssues]
+        return dot(high, odd.T, dot(low, even.T, sums))
+    elif FLOATS:
+        return dot(e4m3_as(codes, x.dtype), x.T, sums)
+    elif BITS == 8 and WORDS:
         even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
         low, high = pairs_of(codes, x.dtype)                        # pyright: ignore[reportGeneralTypeIssues]
         return dot(high, odd.T, dot(low, even.T, sums))
@@ -107,8 +119,8 @@ def _scaled(sums, x_sum, x_scale, scale, offset, half, OFFSET: tl.constexpr, X_S
 
 @triton.jit
 def _codes(x_ptr, x_scale_ptr, codes_ptr, scale_ptr, offset_ptr, bias_ptr, residual_ptr, y_ptr, rows, N: tl.constexpr, K: tl.constexpr,
-           BITS: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr, X_SCALES: tl.constexpr, INT8: tl.constexpr,
-           WORDS: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+           BITS: tl.constexpr, FLOATS: tl.constexpr, GROUP: tl.constexpr, ONE_SCALE: tl.constexpr, OFFSET: tl.constexpr,
+           X_SCALES: tl.constexpr, CODES: tl.constexpr, WORDS: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
            BLOCK_G: tl.constexpr, SPLIT: tl.constexpr):
     COLUMNS: tl.constexpr = BLOCK_G * BLOCK_M
@@ -116,6 +128,7 @@ def _codes(x_ptr, x_scale_ptr, codes_ptr, scale_ptr, offset_ptr, bias_ptr, resid
     UNIT: tl.constexpr = 8 * (1 + WORDS)                            # bits of what codes are read as
     UNITS: tl.constexpr = (K * BITS + UNIT - 1) // UNIT             # of a row of codes
     G: tl.constexpr = (K + GROUP - 1) // GROUP
+    ROW_G: tl.constexpr = G * (1 - ONE_SCALE)                       # scales from one row to the next
     STEP: tl.constexpr = BLOCK_K * BITS // UNIT
     EACH: tl.constexpr = (K + BLOCK_K * SPLIT - 1) // (BLOCK_K * SPLIT) * BLOCK_K
     half = 2 ** (BITS - 1)
@@ -132,8 +145,10 @@ def _codes(x_ptr, x_scale_ptr, codes_ptr, scale_ptr, offset_ptr, bias_ptr, resid
     x_at = x_ptr + tl.minimum(m, rows - 1)[:, None] * K + k[None, :]
     x_scale_at = x_scale_ptr + tl.minimum(m, rows - 1) * G + own
     if WORDS: codes_ptr = codes_ptr.to(tl.pointer_type(tl.uint16))
+    else: codes_ptr = codes_ptr.to(tl.pointer_type(tl.uint8))
+    if FLOATS and X_SCALES != "": x_at = x_at.to(tl.pointer_type(tl.uint8))
     codes_at = codes_ptr + row[:, None] * UNITS + b[None, :]
-    scale_at = row[:, None, None] * G + g[None, :, None]
+    scale_at = row[:, None, None] * ROW_G + g[None, :, None]
     inside = (k // SPAN)[None, :] == own[:, None]
     zeros = tl.zeros((BLOCK_N, COLUMNS), tl.float32)
     acc = tl.zeros((BLOCK_N, BLOCK_G, BLOCK_M), tl.float32)
@@ -144,7 +159,7 @@ def _codes(x_ptr, x_scale_ptr, codes_ptr, scale_ptr, offset_ptr, bias_ptr, resid
     scale_up, offset, offset_up = scale, scale, scale
     if OFFSET: offset = tl.load(offset_ptr + scale_at + first // GROUP, there, other=0.0)
     if ACT != "":
-        scale_up = tl.load(scale_ptr + N * G + scale_at + first // GROUP, there, other=0.0)
+        scale_up = tl.load(scale_ptr + N * ROW_G + scale_at + first // GROUP, there, other=0.0)
         if OFFSET: offset_up = tl.load(offset_ptr + N * G + scale_at + first // GROUP, there, other=0.0)
     for start in range(first, last, BLOCK_K):
         now, now_up = scale.to(tl.float32), scale_up.to(tl.float32)
@@ -154,7 +169,7 @@ def _codes(x_ptr, x_scale_ptr, codes_ptr, scale_ptr, offset_ptr, bias_ptr, resid
         scale = tl.load(scale_ptr + scale_at + later, there, other=0.0)
         if OFFSET: offset = tl.load(offset_ptr + scale_at + later, there, other=0.0)
         if ACT != "":
-            scale_up = tl.load(scale_ptr + N * G + scale_at + later, there, other=0.0)
+            scale_up = tl.load(scale_ptr + N * ROW_G + scale_at + later, there, other=0.0)
             if OFFSET: offset_up = tl.load(offset_ptr + N * G + scale_at + later, there, other=0.0)
         if BLOCK_G > 1: x = tl.load(x_at + start, inside & (k[None, :] + start < K), other=0)
         elif K % BLOCK_K: x = tl.load(x_at + start, k[None, :] + start < K, other=0)
@@ -165,15 +180,16 @@ def _codes(x_ptr, x_scale_ptr, codes_ptr, scale_ptr, offset_ptr, bias_ptr, resid
         if X_SCALES == "group":
             x_scale = tl.load(x_scale_at + start // GROUP, start // GROUP + own < G, other=0.0)
             x_scale = tl.reshape(x_scale, (1, BLOCK_G, BLOCK_M))
-        if X_SCALES != "" and not INT8: x = x.to(tl.float32).to(tl.bfloat16)
+        if FLOATS and X_SCALES != "": x = x.to(tl.float8e4nv, bitcast=True)
+        if X_SCALES != "" and not CODES: x = x.to(tl.float32).to(tl.bfloat16)
         if K % BLOCK_K: codes = tl.load(codes_at + unit, unit + b[None, :] < UNITS, other=0)
         else: codes = tl.load(codes_at + unit)
-        sums = tl.reshape(_group_sums(codes, x, zeros, BITS, WORDS), (BLOCK_N, BLOCK_G, BLOCK_M))
+        sums = tl.reshape(_group_sums(codes, x, zeros, BITS, WORDS, FLOATS), (BLOCK_N, BLOCK_G, BLOCK_M))
         acc += _scaled(sums, x_sum, x_scale, now, shift, half, OFFSET, X_SCALES)
         if ACT != "":
             if K % BLOCK_K: codes = tl.load(codes_at + N * UNITS + unit, unit + b[None, :] < UNITS, other=0)
             else: codes = tl.load(codes_at + N * UNITS + unit)
-            sums = tl.reshape(_group_sums(codes, x, zeros, BITS, WORDS), (BLOCK_N, BLOCK_G, BLOCK_M))
+            sums = tl.reshape(_group_sums(codes, x, zeros, BITS, WORDS, FLOATS), (BLOCK_N, BLOCK_G, BLOCK_M))
             up += _scaled(sums, x_sum, x_scale, now_up, shift_up, half, OFFSET, X_SCALES)
     y, up = tl.sum(acc, 1), tl.sum(up, 1)
     m = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
@@ -243,36 +259,38 @@ def _lower(
     cut = emit.choice(cuts(rows, n, k, bits, group, more, x.dtype == torch.float32 and not act_bits, offset is not None))
     x_scale, x_scales = scale, ""
     if act_bits:
-        x, x_scale = _rounded(emit, x, rows, act_group)
+        x, x_scale = _rounded(emit, x, rows, act_group, codes.dtype == E4M3)
         x_scales = "row" if x_scale.shape[1] == 1 else "group"
     extras = (x if bias is None else bias, x if residual is None else residual)     # one that is absent is never read
     flags = {"N": n, "K": k, "ACT": act, "BIAS": bias is not None, "RESIDUAL": residual is not None}
     part = y if cut.split == 1 else emit.empty(cut.split, rows, codes.shape[0], dtype=torch.float32, like=x)
-    int8 = bool(act_bits) and cut.block_k * bits // 8 >= 32          # as deep as an int8 tensor core's tile
+    whole = bool(act_bits) and cut.block_k * bits // 8 >= 32         # as deep as a tensor core's tile of codes
     each = 16 // bits                                               # codes of a word: the columns of each are 16 at least
-    words = not int8 and cut.block_m <= 16 and cut.block_k // each >= 16 and k % each == 0
+    words = not whole and cut.block_m <= 16 and cut.block_k // each >= 16 and k % each == 0
     weights = 2 if act else 1
     scales = 2 * (1 if offset is None else 2) / group               # bytes of fp16 a code
     work = work_of(cut, weights * cut.block_n * (bits / 8 + scales), cut.block_m * x.element_size(),
                    cut.block_m * cut.block_g, weights, part, k)
     emit(_codes, work=work, grid=(-(-rows // cut.block_m) * -(-n // cut.block_n), cut.split),
          args=(x, x_scale, codes, scale, scale if offset is None else offset, *extras, part, rows),
-         warps=cut.warps, stages=cut.stages, **flags, BITS=bits, GROUP=group, OFFSET=offset is not None, X_SCALES=x_scales, INT8=int8,
-         WORDS=words, spills_ok=True,                                # none on sm_90a, which a test holds; a few bytes on others
+         warps=cut.warps, stages=cut.stages, **flags, BITS=bits, FLOATS=codes.dtype == E4M3, GROUP=group,
+         ONE_SCALE=scale.shape[0] < codes.shape[0], OFFSET=offset is not None, X_SCALES=x_scales, CODES=whole, WORDS=words,
+         spills_ok=True,                                             # none on sm_90a, which a test holds; a few bytes on others
          BLOCK_M=cut.block_m, BLOCK_N=cut.block_n, BLOCK_K=cut.block_k, BLOCK_G=cut.block_g, SPLIT=cut.split)
     if cut.split > 1: lower_combine(emit, y, part, extras, rows, flags, cut.split)
 
 
-def _rounded(emit: Emit, x: Tensor, rows: int, group: int) -> tuple[Tensor, Tensor]:
-    """The launch that rounds x: its codes i8 [rows, K] and their scales f32 [rows, G]."""
+def _rounded(emit: Emit, x: Tensor, rows: int, group: int, e4m3: bool) -> tuple[Tensor, Tensor]:
+    """The launch that rounds x: its codes i8 or e4m3 [rows, K] and their scales f32 [rows, G]."""
     k = x.shape[-1]
     count = groups(k, group)
     group = k if count == 1 else group
-    codes, scale = emit.empty(rows, k, dtype=torch.int8, like=x), emit.empty(rows, count, dtype=torch.float32, like=x)
+    codes, scale = emit.empty(rows, k, dtype=row_type(8, e4m3), like=x), emit.empty(rows, count, dtype=torch.float32, like=x)
     wide = power_of_2(group)
     block_g = min(power_of_2(count), max(1, 2048 // wide))
-    emit(_round_rows, grid=(rows, -(-count // block_g)), args=(x, codes, scale, TINY, float(ROW_LIMIT[8])), warps=8 if wide > 4096 else 4,
-         K=k, GROUP=group, G=count, WIDE=wide, BLOCK_G=block_g,
+    emit(_round_rows, grid=(rows, -(-count // block_g)), warps=8 if wide > 4096 else 4,
+         args=(x, codes, scale, TINY, E4M3_MAX if e4m3 else float(ROW_LIMIT[8])),
+         K=k, GROUP=group, G=count, WIDE=wide, BLOCK_G=block_g, FLOATS=e4m3,
          work=Work(warm=block_g * group * x.element_size(), stores=block_g * (group + 4), ahead=block_g * group * x.element_size()))
     return codes, scale
 
@@ -282,7 +300,7 @@ def lower(
     emit: Emit, y: Tensor, x: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None, bias: Tensor | None, residual: Tensor | None,
     bits: int, group: int, act_bits: int, act_group: int, out_dtype: torch.dtype | None = None,
 ) -> None:
-    """x [..., K], codes u8 [N, ceil(K * bits / 8)], scale, offset f16 [N, G] -> y [..., N]."""
+    """x [..., K], codes u8 [N, ceil(K * bits / 8)] or e4m3, scale, offset f16 [N, G] -> y [..., N]."""
     _lower(emit, y, x, codes, scale, offset, bias, residual, "", bits, group, act_bits, act_group)
 
 

@@ -8,9 +8,9 @@ from ....compiler.ops.codes import TINY
 from ....compiler.ops.kv_quantized import rope_kv_write_quantized
 from ..primitives import narrow
 from ..registry import Emit, kernel
-from ..rows import power_of_2, refuse_dtypes, refuse_out
+from ..rows import inverse_scale, power_of_2, refuse_dtypes, refuse_out
 from .kv_write import place
-from .kv_write_quantized import LIMIT, codes_of, inverse_scale, largest_of, refuse_caches
+from .kv_write_quantized import LIMIT, codes_of, largest_of, refuse_caches
 from .rope_kv_write import rotated
 
 
@@ -54,7 +54,7 @@ def _rope_kv_write(qkv_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, k_scale_ptr, v_ptr, 
         z = tl.load(qkv_ptr + (token * (Q_HEADS + 2 * KV_HEADS) + head) * WIDTH + at, rest_mask, other=0.0).to(tl.float32)
         more = largest_of(z)
         largest = tl.where((largest == largest) & (more == more), tl.maximum(largest, more), float("nan"))
-    inverse = inverse_scale(largest, FORMAT, tiny, limit)
+    inverse = inverse_scale(largest, tiny, limit)
     _store(x, first, head, mask, slot, inverse, limit, q_ptr, k_ptr, v_ptr, token, Q_HEADS, KV_HEADS, WIDTH, PAGE, FORMAT)
     _store(y, second, head, mask, slot, inverse, limit, q_ptr, k_ptr, v_ptr, token, Q_HEADS, KV_HEADS, WIDTH, PAGE, FORMAT)
     if REST: _store(z, at, head, rest_mask, slot, inverse, limit, q_ptr, k_ptr, v_ptr, token, Q_HEADS, KV_HEADS, WIDTH, PAGE, FORMAT)
