@@ -35,7 +35,7 @@ def run(graph: Graph, report: Report) -> int:
     wide = (0, 16) if report.options.get("wide_rows") else (0,)
     for node, scheme in _products(graph):
         if scheme.act_bits in wide: continue
-        key = (node.args[0], scheme.act_bits, scheme.act_group, scheme.e4m3)
+        key = (node.args[0], scheme.act_bits, scheme.row_group, scheme.e4m3)
         if key not in rounded:
             if not report.may_fire(): break
             rounded[key] = _round(graph, node, *key)
@@ -66,9 +66,9 @@ def check(before: Graph, after: Graph) -> Measured:
         if node.args[0].target is not infc.dequantize_rows.default: continue      # left wide
         codes, _, group = arguments(node.args[0])[:3]
         made = arguments(codes.args[0])
-        if (*made[1:4], group) != (scheme.act_bits, scheme.act_group, scheme.e4m3, scheme.act_group):
+        if (*made[1:4], group) != (scheme.act_bits, scheme.row_group, scheme.e4m3, scheme.row_group):
             raise CheckFailed(f"what {where(node)} reads is rounded to {made[1]} bits{' of e4m3' * made[3]} in groups of {made[2]}, and "
-                              f"{scheme} asks for {scheme.act_bits}{' of e4m3' * scheme.e4m3} in groups of {scheme.act_group}")
+                              f"{scheme} asks for {scheme.act_bits}{' of e4m3' * scheme.e4m3} in groups of {scheme.row_group}")
         noise = max(noise, NOISE_E4M3 if scheme.e4m3 else NOISE[scheme.act_bits])
     ours, eager = divergences(before, after)
     bound = noise * eager

@@ -72,7 +72,7 @@ def _coded(entry: Entry) -> fx.Node:
     codes = _given(graph, "codes", n, -(-k * s.bits // 8), dtype=torch.uint8)
     scale = _given(graph, "scale", n, groups(k, s.group), dtype=torch.float16)
     offset = None if s.symmetric else _given(graph, "offset", n, groups(k, s.group), dtype=torch.float16)
-    args = (x, codes, scale, offset, None, None, s.bits, s.group, s.act_bits, s.act_group, torch.float32)
+    args = (x, codes, scale, offset, None, None, s.bits, s.group, s.act_bits, s.row_group, torch.float32)
     return _call(graph.call_function(infc.linear_quantized.default, args), n)
 
 

@@ -57,7 +57,7 @@ def search(weights: Sequence[tuple[str, Tensor, Scheme]], inputs: Inputs, factor
         given, total = inputs.divided(s), 0.0
         for name, w, scheme in some:
             codes = choose(w * s, scheme, name, given)
-            rows = rounded_rows(given.rows, scheme.act_bits, scheme.act_group, scheme.e4m3)
+            rows = rounded_rows(given.rows, scheme.act_bits, scheme.row_group, scheme.e4m3)
             total += float((rows @ codes.dequantized().T - inputs.rows @ w.T).square().sum())
         return total
 

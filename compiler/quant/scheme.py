@@ -29,12 +29,12 @@ class Scheme:
     group: int = 32                # input channels to a scale; 0: the whole row (per channel)
     symmetric: bool = True         # else an offset per group beside the scale
     act_bits: int = 16             # of an activation's code, finer than bf16 at 16; 0: left as it is
-    act_group: int = ACT_GROUP     # columns to a scale, of 8-bit codes; 0: one a row (per token), as the others have
+    act_group: int = ACT_GROUP     # columns to a scale, of 8-bit codes; 0: one a row (per token)
     e4m3: bool = False             # codes of weights and activations are floats of 8 bits
     tensor: bool = False           # one scale for the whole weight; group is 0
 
     def __post_init__(self) -> None:
-        if self.act_bits != 8: object.__setattr__(self, "act_group", 0)
+        if self.act_bits != 8: object.__setattr__(self, "act_group", ACT_GROUP)         # of no meaning: equal schemes are equal
 
     def __str__(self) -> str:
         if self.e4m3: return f"fp8{'a8' if self.act_bits else ''}{':tensor' if self.tensor else f':g{self.group}' if self.group else ''}"
@@ -42,6 +42,11 @@ class Scheme:
         group = "" if self.group == 32 else f":g{self.group}" if self.group else ":channel"
         token = ":token" if self.act_bits == 8 and self.act_group == 0 else ""
         return f"w{self.bits}{acts}{group}{token}{'' if self.symmetric else ':asym'}"
+
+    @property
+    def row_group(self) -> int:
+        """Columns to a scale of what the product reads; 0: one a row."""
+        return self.act_group if self.act_bits == 8 else 0
 
     @property
     def top(self) -> float:
