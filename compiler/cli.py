@@ -144,9 +144,9 @@ def compile_model(
     from . import console, misses
 
     if output is not None:
-        from ..runtime.artifact import refuse_existing
+        from ..runtime.artifact import refuse_place
 
-        refuse_existing(output if output.suffix == ".infc" else output.with_name(output.name + ".infc"), force)   # before torch loads
+        refuse_place(output if output.suffix == ".infc" else output.with_name(output.name + ".infc"), force)   # before torch loads
     with console.Reporter(quiet=quiet) as report:
         from .. import passes
         from . import driver

@@ -21,7 +21,7 @@ from ..backends.program import DTYPES as NAMES
 from ..backends.program import Store, build
 from ..backends.reference import Bound
 from ..backends.regions import LoopUnit
-from ..runtime.artifact import GOLDEN, REPORT, Parts, read, refuse_existing, verify_files, write
+from ..runtime.artifact import GOLDEN, REPORT, Parts, read, refuse_place, verify_files, write
 from ..runtime.golden import Case, GoldenReport, pack, replay
 from ..runtime.library import default_threads
 from ..runtime.manifest import BLOCK, GPU, GoldenInfo, KvBuffer, Manifest, ModelInfo, PassInfo
@@ -198,7 +198,7 @@ def compile(
     listen = on_event or (lambda event: None)
     clock = _Clock(listen, 8 if _gated(options) else 7)
     path = _output(model, output)
-    refuse_existing(path, options.force)              # now, rather than after a minute of work
+    refuse_place(path, options.force)              # now, rather than after a minute of work
     beside = recipe.beside(path, options.force) if options.quant == AUTO else None
     with clock.phase("reuse", "looking for the same compile"):
         entry = _entry(model, options, target.isa, toolchain.identity, lambda line: listen(Event("note", "reuse", line)))
@@ -403,7 +403,8 @@ def _reused(entry: Entry, path: Path, options: Options, target: targets.Target, 
 
     if not entry.take(path, options.force, check):
         return None
-    entry.note(f"the same compile was done before: copied {entry.path.name} and verified it again")
+    entry.note(f"the same compile was done before: copied {entry.path.name}, its files as hashed"
+               f"{'' if target.kind == 'cuda' else ' and its answers as recorded'}")
     with read(path) as artifact:
         return _result(path, clock, artifact.report(), verified, reused=True)
 

@@ -236,8 +236,8 @@ def copy(
     copy_artifact(Path(source), Path(path), force, check)
 
 
-def refuse_existing(path: str | os.PathLike[str], force: bool) -> None:
-    """Raise RuntimeFault where `write` would: something is at `path` that it must not replace."""
-    from .writer import refuse_existing as refuse
+def refuse_place(path: str | os.PathLike[str], force: bool) -> None:
+    """Raise RuntimeFault where `write` would for the place alone: something is there that it must not replace, or nothing can be."""
+    from .writer import refuse_place as refuse
 
     refuse(Path(path), force)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from .artifact import Artifact, copy, read, refuse_existing, verify_files
+from .artifact import Artifact, copy, read, refuse_place, verify_files
 from .batch import Work
 from .blocks import blocks_for
 from .errors import RuntimeFault
@@ -78,7 +78,7 @@ def tune(
     """
     source, target = Path(path), Path(path if output is None else output)
     if rounds < 5: raise RuntimeFault(f"rounds is {rounds}; medians want 5 or more")
-    refuse_existing(target, force)
+    refuse_place(target, force)
     with read(source) as artifact:
         _check(artifact)
         buckets, most = artifact.manifest.buckets, artifact.manifest.model.max_positions

@@ -93,9 +93,7 @@ def copy_artifact(source: Path, path: Path, force: bool, check: Callable[[Path],
 @contextlib.contextmanager
 def _publishing(path: Path, force: bool, size: int) -> Iterator[Path]:
     """A folder to fill, which gets the name `path` at the end; nothing is left of it after an exception."""
-    refuse_existing(path, force)
-    if not path.absolute().parent.is_dir():
-        raise RuntimeFault(f"{path}: the folder {path.absolute().parent} does not exist")
+    _refuse_existing(path, force)
     _remove_leftovers(path)
     try:
         with _partial(path) as folder:
@@ -107,7 +105,20 @@ def _publishing(path: Path, force: bool, size: int) -> Iterator[Path]:
         raise RuntimeFault(f"{path}: cannot be written ({error.strerror}); nothing was written") from error
 
 
-def refuse_existing(path: Path, force: bool) -> None:
+def refuse_place(path: Path, force: bool) -> None:
+    """Raise RuntimeFault where `write_artifact` would for the place alone: its folder is tried."""
+    _refuse_existing(path, force)
+    try:
+        with _partial(path):
+            pass
+    except OSError as error:
+        raise RuntimeFault(f"{path}: cannot be written ({error.strerror}); nothing was written") from error
+
+
+def _refuse_existing(path: Path, force: bool) -> None:
+    """Something is there that must not be replaced, or the folder is not."""
+    if not path.absolute().parent.is_dir():
+        raise RuntimeFault(f"{path}: the folder {path.absolute().parent} does not exist")
     if not os.path.lexists(path):
         return
     if not force:
@@ -245,7 +256,7 @@ def _publish(folder: Path, path: Path, force: bool) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise
-        refuse_existing(path, force)  # another process was faster
+        _refuse_existing(path, force)  # another process was faster
         _exchange(folder, path)
     _sync_folder(path.absolute().parent)
 

@@ -344,3 +344,10 @@ def test_options_that_cancel_each_other(tmp_path: Path):
     for command, said in cases:
         done = infc(*command)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1) and said in done.stderr, done.stderr
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_anything_runs():
+    """Root may write anywhere but into a file system that takes no files."""
+    done = infc("compile", "tiny", "-o", "/proc/a.infc")
+    refused(done, "/proc/a.infc: cannot be written", "nothing was written")
+    assert "capture" not in done.stderr

@@ -206,7 +206,9 @@ def from_text(text: str, name: str) -> Recipe:
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}" if mark else ""
         reason = getattr(error, "problem", None) or str(error)
-        raise UserError(f"{name}{where}: is no YAML ({' '.join(str(reason).split())}); a pattern with * needs quotes around it") from error
+        line = text.splitlines()[mark.line].strip() if mark and mark.line < len(text.splitlines()) else ""
+        hint = "; a pattern with * needs quotes around it" if line.lstrip("- ").startswith("*") else ""
+        raise UserError(f"{name}{where}: is no YAML ({' '.join(str(reason).split())}){hint}") from error
     if root is None: raise UserError(f"{name}: is empty; a recipe begins with format: {FORMAT}, then layers:")
     top = dict(_pairs(root, name, "a recipe"))
     for key, value in top.items():
