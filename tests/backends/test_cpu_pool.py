@@ -107,7 +107,7 @@ def test_each_table_finds_its_own_prefetch_distance_and_asks_again(lib: ctypes.C
     assert distances(0, 15) == [4096, 512, 8192] * 5 and distances(1, 15) == [4096, 512, 8192] * 5
     assert set(distances(0, 20)) == {512} and set(distances(1, 20)) == {8192}, "the quickest of each, whatever the other's"
     kept[0][0][0] = 4096                                             # the memory's load has changed
-    distances(0, 1024 - 35)
+    distances(0, 512 - 35)
     assert distances(0, 15) == [4096, 512, 8192] * 5 and set(distances(0, 20)) == {4096}
     lib.infc_pool_destroy(made)
 

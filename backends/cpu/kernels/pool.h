@@ -43,23 +43,25 @@ constexpr int64_t AHEAD = 4 << 10;                                     // of wha
 constexpr int64_t DISTANCES[] = {AHEAD, 512, 8 << 10};
 
 struct Trial {
-    static constexpr uint32_t COUNT = sizeof DISTANCES / sizeof *DISTANCES, ROUNDS = 5, PERIOD = 1024;      // runs
+    static constexpr uint32_t COUNT = sizeof DISTANCES / sizeof *DISTANCES, ROUNDS = 5, PERIOD = 512;       // runs
     const void* table;
     uint32_t run, best;
-    uint64_t fastest[COUNT];                                           // ns
+    uint64_t ns[COUNT][ROUNDS];                                        // of each distance, in order
 
     bool on() const { return run < COUNT * ROUNDS; }
     int64_t ahead() const { return DISTANCES[on() ? run % COUNT : best]; }
-    void took(uint64_t ns) {
+    void took(uint64_t time) {
         if (on()) {
-            uint64_t& least = fastest[run % COUNT];
-            if (run < COUNT || ns < least) least = ns;
+            uint64_t* sorted = ns[run % COUNT];
+            uint32_t at = run / COUNT;
+            for (; at > 0 && sorted[at - 1] > time; at--) sorted[at] = sorted[at - 1];
+            sorted[at] = time;
         }
         if (++run == PERIOD) run = 0;
         if (run != COUNT * ROUNDS) return;
-        best = 0;
+        best = 0;                                                      // by the median: one lucky run decides nothing
         for (uint32_t i = 1; i < COUNT; i++)
-            if (fastest[i] < fastest[best]) best = i;
+            if (ns[i][ROUNDS / 2] < ns[best][ROUNDS / 2]) best = i;
     }
 };
 
