@@ -34,7 +34,8 @@ class Scheme:
     tensor: bool = False           # one scale for the whole weight; group is 0
 
     def __post_init__(self) -> None:
-        if self.act_bits != 8: object.__setattr__(self, "act_group", ACT_GROUP)         # of no meaning: equal schemes are equal
+        # without 8-bit rows it has no meaning: what it would be with them, so that equal schemes are equal
+        if self.act_bits != 8: object.__setattr__(self, "act_group", 0 if self.e4m3 else ACT_GROUP)
 
     def __str__(self) -> str:
         if self.e4m3: return f"fp8{'a8' if self.act_bits else ''}{':tensor' if self.tensor else f':g{self.group}' if self.group else ''}"

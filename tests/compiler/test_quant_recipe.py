@@ -1,4 +1,5 @@
 """A recipe names weights by module paths; later lines win, what names nothing is an error, and a compile's own recipe reads back."""
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -255,3 +256,13 @@ def test_a_searched_recipe_lies_beside_its_artifact_and_reads_back(tmp_path: Pat
     file.mkdir()
     with pytest.raises(UserError, match="it is no recipe: remove it yourself"):
         recipe.beside(artifact, force=True)
+
+
+@pytest.mark.parametrize(("rows_wide", "rows_narrow"), [
+    ("w4:asym", "w4a8:asym"), ("w8a32", "w8a8"), ("fp8:tensor", "fp8a8:tensor"), ("fp8", "fp8a8"),
+])
+def test_rows_of_eight_bits_are_grouped_as_the_format_has_them(rows_wide: str, rows_narrow: str):
+    """Whatever the rows were before: integers in groups of 32, e4m3 with a scale each; wider ones have one scale."""
+    was, made = parse(rows_wide), parse(rows_narrow)
+    assert was and made and replace(was, act_bits=8) == made and was.row_group == 0
+    assert made.row_group == (0 if made.e4m3 else 32) and str(replace(made, act_bits=was.act_bits)) == rows_wide
