@@ -1,7 +1,7 @@
 """One step's inputs: the tokens of any mix of sequences, flattened, as every program reads them."""
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from .blocks import Holder, blocks_for
@@ -33,56 +33,41 @@ _BELOW_ONE = 1 - 2**-24
 
 def sizes(works: Sequence[Work]) -> dict[str, int]:
     """The live sizes T, N, R, M of a step."""
-    return {
-        "T": sum(len(work.tokens) for work in works), "N": len(works), "R": sum(work.rows for work in works),
-        "M": max(blocks_for(work.sequence.length + len(work.tokens)) for work in works),
-    }
+    tokens = rows = width = 0
+    for sequence, ids, sampled, *_ in works:
+        tokens, rows, width = tokens + len(ids), rows + sampled, max(width, blocks_for(sequence.length + len(ids)))
+    return {"T": tokens, "N": len(works), "R": rows, "M": width}
 
 
-def fill(inputs: Mapping[str, memoryview], works: Sequence[Work], width: int = 0) -> None:
-    """Write the inputs of a step. Every sequence must own the blocks it needs.
+def fill(inputs: Mapping[str, memoryview], works: Sequence[Work], width: int) -> None:
+    """Write the inputs of a step. Every sequence must own the blocks it needs. width: of the block table's rows.
 
-    width: of the block table's rows, which are then written as far as they are used; 0: as wide as the longest.
+    Item by item where there is one: Python's caches are cold after a step, and each call it does not make is a microsecond.
     """
-    ids, positions, slots = array("i"), array("i"), array("i")
-    starts, lengths, rows = array("i", [0]), array("i"), array("i")
-    temperature, top_k, top_p, uniform = array("f"), array("i"), array("f"), array("f")
-    for sequence, tokens, sampled, sampling, number in works:
-        begin, end, blocks = sequence.length, sequence.length + len(tokens), sequence.blocks
-        ids.extend(tokens)
-        positions.extend(range(begin, end))
-        slots.extend([blocks[p // BLOCK] * BLOCK + p % BLOCK for p in range(begin, end)])
-        starts.append(len(ids))
-        lengths.append(end)
-        rows.extend(range(len(ids) - sampled, len(ids)))
-        for _ in range(sampled):
-            temperature.append(sampling.temperature)
-            top_k.append(sampling.top_k)
-            top_p.append(sampling.top_p)
-            uniform.append(min(number, _BELOW_ONE))
-    longest = max(blocks_for(length) for length in lengths)
-    table = array("i")
-    for row, (work, length) in enumerate(zip(works, lengths, strict=True)):
-        used = blocks_for(length)
-        if width:
-            inputs["block_table"][row * width : row * width + used] = memoryview(array("i", work.sequence.blocks[:used]))
-            continue
-        table.extend(work.sequence.blocks[:used])
-        table.extend([0] * (longest - used))  # never read: context_len says where a sequence ends
-    for name, values in (
-        ("input_ids", ids),
-        ("positions", positions),
-        ("slots", slots),
-        ("query_start", starts),
-        ("context_len", lengths),
-        ("block_table", table),
-        ("sample_rows", rows),
-        ("temperature", temperature),
-        ("top_k", top_k),
-        ("top_p", top_p),
-        ("uniform", uniform),
-    ):
-        inputs[name][: len(values)] = memoryview(values)
+    ids, positions, slots = inputs["input_ids"], inputs["positions"], inputs["slots"]
+    starts, lengths, table, rows = inputs["query_start"], inputs["context_len"], inputs["block_table"], inputs["sample_rows"]
+    temperature, top_k, top_p, uniform = inputs["temperature"], inputs["top_k"], inputs["top_p"], inputs["uniform"]
+    starts[0] = at = row = 0
+    for n, (sequence, tokens, sampled, sampling, number) in enumerate(works):
+        begin, blocks = sequence.length, sequence.blocks
+        end, stop = begin + len(tokens), at + len(tokens)
+        if stop == at + 1:
+            ids[at], positions[at], slots[at] = tokens[0], begin, blocks[begin // BLOCK] * BLOCK + begin % BLOCK
+        else:
+            ids[at:stop] = _ints(tokens)
+            positions[at:stop] = _ints(range(begin, end))
+            slots[at:stop] = _ints([blocks[p // BLOCK] * BLOCK + p % BLOCK for p in range(begin, end)])
+        used = blocks_for(end)                            # what is behind it is never read: context_len says where a sequence ends
+        table[n * width : n * width + used] = _ints(blocks[:used])
+        starts[n + 1], lengths[n], at = stop, end, stop
+        for sample in range(stop - sampled, stop):
+            rows[row], temperature[row], top_k[row], top_p[row] = sample, sampling.temperature, sampling.top_k, sampling.top_p
+            uniform[row] = min(number, _BELOW_ONE)
+            row += 1
+
+
+def _ints(values: Iterable[int]) -> memoryview:
+    return memoryview(array("i", values))
 
 
 def pad(inputs: Mapping[str, memoryview], live: Mapping[str, int], bucket: Mapping[str, int]) -> None:
@@ -96,6 +81,6 @@ def pad(inputs: Mapping[str, memoryview], live: Mapping[str, int], bucket: Mappi
         ("query_start", live["N"] + 1, n + 1, live["T"]), ("context_len", live["N"], n, 0), ("sample_rows", live["R"], r, 0),
         ("top_k", live["R"], r, 0),
     ):
-        inputs[name][start:stop] = memoryview(array("i", [value]) * (stop - start))
+        inputs[name][start:stop] = _ints([value] * (stop - start))
     for name, value in (("temperature", 0.0), ("top_p", 1.0), ("uniform", 0.0)):
         inputs[name][live["R"] : r] = memoryview(array("f", [value]) * (r - live["R"]))

@@ -117,7 +117,7 @@ class Executor:
 
     def fill(self, works: Sequence[Work], live: Mapping[str, int], bucket: Mapping[str, int]) -> None:
         """Write the inputs of a step. Kernels take live sizes, whatever the bucket."""
-        fill(self.views, works)
+        fill(self.views, works, live["M"])
 
     def require_ready(self) -> None:
         """Raise RuntimeFault where the model is closed, or this process was forked since."""
