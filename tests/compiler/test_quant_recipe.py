@@ -11,7 +11,7 @@ from infc.compiler.errors import UserError
 from infc.compiler.files import write_whole
 from infc.compiler.frontends import capture
 from infc.compiler.ir import Graph
-from infc.compiler.ops import infc
+from infc.compiler.ops import aten, infc
 from infc.compiler.quant import recipe
 from infc.compiler.quant.matrices import matrices
 from infc.compiler.quant.plan import Plan
@@ -80,6 +80,20 @@ def test_either_name_of_a_tied_weight_works_and_two_that_differ_are_said(wide: G
     assert schemes == {name: Scheme(8)} and "model.embed_tokens w4, lm_head w8 -> w8" in notes[0]
     schemes, notes = chosen(wide, HEAD + "  - lm_head: w8\n")                       # the other name asks for nothing: wide is the widest
     assert schemes == {} and "lm_head w8 -> none" in notes[0]
+
+
+@pytest.mark.parametrize("line", [
+    "model.embed_tokens: none", "lm_head: none", '"*": none\n  - lm_head: w8', '"*": none\n  - model.embed_tokens: w8',
+    '"model.layers.*": w8\n  - lm_head: w4', '"model.layers.*": w8\n  - model.embed_tokens: w4'])
+def test_a_tied_weight_that_one_name_leaves_wide_stays_one_and_wide(wide: Graph, line: str) -> None:
+    """FIELD R22: quantizing the table must not change the head, nor the head the table, and nothing may be stored twice."""
+    text = HEAD + f'  - "*": w8\n  - {line}\n' if line.endswith("none") else HEAD + f"  - {line}\n"
+    graph = quantized(wide, text)
+    table = [name for name in graph.weights if "embed" in name or "lm_head" in name]
+    assert table == ["model_embed_tokens_weight"] and graph.weights[table[0]] is wide.weights[table[0]]
+    readers = {node.target for node in graph.placeholders[table[0]].users}
+    assert readers == {aten.embedding.default, infc.linear.default}
+    assert sum(w.nbytes for w in graph.weights.values()) <= sum(w.nbytes for w in wide.weights.values())
 
 
 def test_untied_head_and_table_are_two_weights(untied: Graph) -> None:
