@@ -12,7 +12,7 @@ from ..quality import text
 from . import awq
 from .blocks import kept, note_better
 from .gptq import gptq
-from .matrices import products
+from .matrices import named, products
 from .recipe import Choice, Recipe
 from .rounding import Quantized, bounded, least_squares, round_to_nearest
 from .scheme import Scheme
@@ -135,7 +135,7 @@ class Plan:
         inputs = self.inputs(graph, weighed) if weighed else {}
         for weight in alone:
             name = str(weight.target)
-            own[weight] = self.quantize(graph.weights[name], schemes[weight], name, inputs.get(name))
+            own[weight] = self.quantize(graph.weights[name], schemes[weight], named(weight), inputs.get(name))
         yield from own.items()
         for choose in dict.fromkeys(ordered.values()):
             chosen = in_order(before, schemes, found | own, self.windows(before), choose)

@@ -117,6 +117,21 @@ def test_a_norm_may_be_left_wide(wide: Graph) -> None:
     assert chosen(wide, HEAD + '  - "*": w8\n  - model.norm: none\n')[0] == chosen(wide, HEAD + '  - "*": w8\n')[0]
 
 
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+@pytest.mark.parametrize(("bad", "said"), [(float("nan"), r"1 value is not finite, the first at \[3, 5\]: nan"),
+                                           (1e9, "a scale of .* is beyond f16")])
+@pytest.mark.parametrize(("part", "modules"), [("1_mlp_down", "1.mlp.down_proj"),
+                                               ("0_self_attn_qkv", "0.self_attn.q_proj, .*k_proj, .*v_proj")])
+def test_what_cannot_be_quantized_is_refused_by_the_names_a_recipe_takes(wide: Graph, part: str, modules: str, bad: float, said: str,
+                                                                        method: str) -> None:
+    graph, name = wide.copy(), f"model_layers_{part}_proj_weight"
+    graph.weights[name] = graph.weights[name].clone()
+    graph.weights[name][3, 5] = bad
+    report = Report("quantize_weights", options={"quantization": Plan(Scheme(4), method, [[*range(40)]] * 2)})
+    with pytest.raises(UserError, match=rf"^{name} \(model.layers.{modules}\): {said}.* wide with a recipe"):
+        passes.load("quantize_weights").apply(graph, report)
+
+
 def test_keep_without_a_gguf_says_why(wide: Graph) -> None:
     with pytest.raises(UserError, match=r"^no weight's blocks can be kept: the model was not read from a GGUF file$"):
         chosen(wide, HEAD + '  - "*": keep\n')
