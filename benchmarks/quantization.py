@@ -68,7 +68,7 @@ def smollm2(reference: Path | None) -> Bench:
     graph = capture("smollm2")
     before = passes.PIPELINE[: passes.PIPELINE.index("smooth_channels")]
     run_pipeline(graph, [passes.load(name) for name in before], check="off", options={"max_sequences": 16})
-    text = windows(HELD_OUT, graph.meta["tokenizer_json"], "smollm2", count=WINDOWS, length=LENGTH).windows
+    text = windows(HELD_OUT, graph.meta["tokenizer_json"], "smollm2", graph.meta["vocab_size"], count=WINDOWS, length=LENGTH).windows
     truth = torch.load(reference) if reference and reference.is_file() else [_logits(graph, ids) for ids in text]
     if reference: torch.save(truth, reference)
 

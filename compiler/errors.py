@@ -1,6 +1,10 @@
 """Every failure a user can meet: one clear message and the exit code of the command line."""
 import difflib
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class InfcError(Exception):
@@ -32,3 +36,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names) or 'none'}"
+
+
+def not_finite(values: "Tensor") -> str:
+    """Of values some of which are NaN or infinite: how many are, and where the first is, for a message."""
+    values = values.detach()
+    bad = ~values.isfinite()
+    at = tuple(int(i) for i in bad.nonzero()[0])
+    count = int(bad.sum())
+    return f"{count} value{'s are' if count > 1 else ' is'} not finite, the first at [{', '.join(map(str, at))}]: {float(values[at])}"

@@ -174,18 +174,19 @@ def _draw(model: "Model", drawn: "Sequence[tuple[OpenSequence, int]]", bucket: s
 def _kinds(logits: "np.ndarray") -> list[tuple[Sampling, float, int]]:
     """Settings of four kinds, a uniform number, and the token that must come of them. logits [vocab].
 
-    The number is put in the middle of the token's interval, so that rounding inside the draw cannot move it out.
+    The number is put in the middle of the token's interval, so that rounding inside the draw cannot move it out. A token that stands far
+    above all others would leave the seventh no interval that fp32 can tell apart: the temperature then goes by the distance between them.
     """
     import numpy as np
 
     wide = logits.astype(np.float64)
-    spread = float(wide.std()) or 1.0
     order = np.argsort(-wide, kind="stable")
+    top = min(7, len(order))
+    spread = float(max(wide.std(), (wide[order[0]] - wide[order[top - 1]]) / 2)) or 1.0
     temperature = float(np.float32(0.3 * spread))                       # a hundred tokens or so share most of the mass
     share = np.exp((wide[order] - wide.max()) / temperature)
     below = np.concatenate(([0.0], np.cumsum(share / share.sum())))     # of each rank: the mass before it
     half, most, few = (int(np.searchsorted(below[1:], mass)) for mass in (0.5, 0.8, 0.3))
-    top = min(7, len(order))
     found = []
     for rank, top_k, kept in ((half, 0, len(order)), (top - 1, top, top), (most, 0, most + 1), (few, 0, len(order))):
         cut = top_k == 0 and kept < len(order)                          # top-p: halfway into the last token that is kept

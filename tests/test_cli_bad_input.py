@@ -142,6 +142,30 @@ def test_damaged_safetensors(empty: Path, tmp_path: Path, damage: str):
     refused(compiling(folder, "-o", empty / "a.infc"), "safetensors")
 
 
+@pytest.mark.parametrize(("value", "said"), [
+    (float("nan"), ("weight model.layers.0.mlp.down_proj.weight: 1 value is not finite, the first at [3, 5]: nan", "mend the checkpoint")),
+    (1e8, ("_down_proj_weight (model.layers.0.mlp.down_proj): a scale of 7.87e+05 is beyond f16 (65504)", "wide with a recipe")),
+])
+def test_a_weight_that_no_codes_can_hold(empty: Path, tmp_path: Path, value: float, said: tuple[str, ...]):
+    from safetensors.torch import load_file, save_file
+
+    folder = checkpoint(tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.0.mlp.down_proj.weight"][3, 5] = value
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    refused(compiling(folder, "--quant", "w8", "--unverified", "-o", empty / "a.infc"), *said)
+
+
+@pytest.mark.parametrize(("name", "content", "said"), [
+    ("a.txt", "a few words", "has 11 tokens, and 1024 are needed"), ("a.txt", " \n", "is empty"),
+    ("a.json", "[1, 320]", "320 is no token of tiny"),
+    ("a.json", "[1, 2]", "has 2 tokens, and 1024 are needed"), ("a.json", "{}", "is no list of token ids"), ("a.json", "[", "is no JSON"),
+])
+def test_calibration_that_says_nothing(empty: Path, tmp_path: Path, name: str, content: str, said: str):
+    (tmp_path / name).write_text(content)
+    refused(compiling("tiny", "--quant", "w4", "--calib", tmp_path / name, "--unverified", "-o", empty / "a.infc"), name, said)
+
+
 def checkpoint(folder: Path) -> Path:
     """A Hugging Face folder of a very small Llama, written by transformers itself."""
     import torch
@@ -340,6 +364,12 @@ def test_options_that_cancel_each_other(tmp_path: Path):
              (("compile", "tiny", "-o", tmp_path / "a", "--quant", "w8:asym:asym"), "says asym twice"),
              (("compile", "tiny", "-o", tmp_path / "a", "--quant", "w8a32"), "write w8 (activations in 16 bits"),
              (("compile", "tiny", "-o", tmp_path / "a", "--quant", "fp8"), "e4m3, which the target cpu does not multiply; h100, h100-pcie"),
+             (("compile", "tiny", "-o", tmp_path / "a", "--quant", "fp8a8", "--target", "a100"), "which the target a100 does not multiply"),
+             (("compile", "tiny", "-o", tmp_path / "a", "--kv-quant", "fp8", "--target", "a100"), "a100 has no fp8 KV cache, only int8"),
+             (("compile", "tiny", "-o", tmp_path / "a", "--kv-quant", "int8,int9"), "unknown KV format 'int8,int9'"),
+             (("compile", "tiny", "-o", tmp_path / "a", "--quant", "w8", "--calib", HELD_OUT), "--calib does nothing for --quant w8"),
+             (("compile", "tiny", "-o", tmp_path / "a", "--calib", HELD_OUT), "--calib does nothing for --quant none"),
+             (("compile", "tiny", "-o", tmp_path / "a", "--quant", "w8:g48"), "unknown quantization 'w8:g48' at 'g48'"),
              (("compile", "tiny", "-o", tmp_path / "a", "--quant", "w4", "--calib", HELD_OUT), "measured on the same text")]
     for command, said in cases:
         done = infc(*command)

@@ -88,6 +88,10 @@ def test_a_quantized_compile_is_measured_and_says_so(measured: tuple[Path, dict]
     for layer in found["layers"]:                                                     # groups of 32 of int8 and an f16; padding beside
         assert layer["bytes"] >= layer["values"] * 8.5 / 8 and "_q8_" in layer["kernel"]
         assert layer["wide_predicted_us"] / layer["predicted_us"] == pytest.approx(2 * layer["values"] / layer["bytes"])
+    table, held = found["layers"][0], sum(layer["bytes"] for layer in found["layers"])
+    assert table["modules"] == ["model.embed_tokens", "lm_head"]
+    stored = json.loads((path / "manifest.json").read_text())["weights"]["data_bytes"]
+    assert held <= stored < held + table["bytes"]                                     # the tied table once (FIELD R22); norms are small
     shown = json.loads(infc("inspect", path, "--json").stdout)["manifest"]["quality"]
     assert shown["verified"] and shown["kl"] == found["kl"] and shown["limits"] == found["limits"]
     assert infc("verify", path).returncode == 0                                       # hashes hold after what was added

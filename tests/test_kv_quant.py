@@ -8,6 +8,7 @@ import torch
 from infc.compiler import driver
 from infc.compiler.errors import UserError
 from infc.models.llama import Llama, LlamaConfig
+from infc.passes import quantize_kv
 from infc.runtime.batch import Work
 from infc.runtime.session import Model
 from tiny_artifact import infc as command
@@ -55,6 +56,45 @@ def test_batches_chunks_and_used_blocks_answer_as_one_sequence_alone(tmp_path: P
         assert agree >= 0.8 * 12 * len(PROMPTS)          # another order of sums may turn a near tie, and then the text goes its own way
         whole, cut = (torch.tensor(logits(loaded, PROMPTS[0], chunk)) for chunk in (16, 5))
         assert bool(whole.isfinite().all()) and float((whole - cut).abs().max()) <= 0.05 * float(whole.abs().max())
+
+
+def test_r24_windows_and_formats_layer_by_layer_over_used_blocks(tmp_path: Path) -> None:
+    """30 tokens past the window, beside eager PyTorch on the unmodified model: within the pass's bound, and the same in dirty memory."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    eager = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(
+        vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, query_pre_attn_scalar=16, max_position_embeddings=128, sliding_window=8, attn_implementation="eager",
+        layer_types=["full_attention", "sliding_attention"] * 2)).eval()
+    eager.save_pretrained(tmp_path / "gemma")
+    options = driver.Options(kv_quant="int8,none,int8,none", dtype="fp32", buckets=(1, 16), reuse=False, unverified=True, check="off")
+    artifact = driver.compile(tmp_path / "gemma", tmp_path / "a", options=options).artifact
+    texts = torch.randint(3, 320, (3, 39), generator=torch.Generator().manual_seed(1))
+
+    def decoded(loaded: Model, text: list[int]) -> torch.Tensor:
+        sequence, rows = loaded.sequence(), []
+        try:
+            for start, stop in ((0, 9), *((at, at + 1) for at in range(9, 39))):
+                loaded.run([Work(sequence, text[start:stop], 1)])
+                rows.append(loaded.executor.logits(1)[0].tolist())
+        finally:
+            sequence.close()
+        return torch.tensor(rows, dtype=torch.float64)
+
+    with infc.load(artifact, threads=2, kv_tokens=96) as loaded:
+        found = []
+        for text in (*texts.tolist(), texts[0].tolist()):
+            found.append(decoded(loaded, text))
+            loaded.pool.poison()
+    assert all(bool(rows.isfinite().all()) for rows in found) and torch.equal(found[0], found[-1])
+
+    def log_p(logits: torch.Tensor) -> torch.Tensor: return logits.double().log_softmax(-1)
+
+    with torch.no_grad():
+        truth, rounded = (log_p(eager.to(dtype)(input_ids=texts, use_cache=False).logits)[:, 8:]
+                          for dtype in (torch.float32, torch.bfloat16))
+    ours, bf16 = ((truth.exp() * (truth - other)).sum(-1).mean() for other in (torch.stack([log_p(rows) for rows in found[:3]]), rounded))
+    assert 0 < ours <= quantize_kv.NOISE["int8"] * bf16
 
 
 def test_the_command_line_says_what_the_cache_is(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...models.fetch import sha256
 from ...models.llama import Llama, LlamaConfig, inverse_frequencies
-from ..errors import UserError
+from ..errors import UserError, not_finite
 from ..quant.blocks import Stored
 from .gguf_file import GGUFFile
 from .gguf_tokenizer import adds_bos, special_tokens, tokenizer_json
@@ -119,10 +119,11 @@ def build(file: GGUFFile, config: LlamaConfig) -> StoredLlama:
         if heads:
             rows = half_split(rows, heads)
         values = file.dequantize(name, rows)
+        made = torch.from_numpy(values)
         if not np.isfinite(values).all():
-            raise UserError(f"{file.path.name} is altered: tensor {name} holds values that are not finite")
+            raise UserError(f"{file.path.name} is altered: tensor {name}: {not_finite(made)}; fetch or convert the file again")
         if values.ndim == 2: model.blocks[target.removesuffix(".weight")] = Stored(rows, file.type_name(name))
-        return target, torch.from_numpy(values)
+        return target, made
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:              # numpy releases the GIL in its loops
         weights = dict(pool.map(read, wanted))

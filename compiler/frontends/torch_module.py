@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from ..errors import CheckFailed, UserError
+from ..errors import CheckFailed, UserError, not_finite
 from ..ir import Graph, verify
 from . import composites
 from .compare import compare
@@ -106,7 +106,7 @@ def _check_finite(module: nn.Module, prefix: str) -> None:
     """No weight holds NaN or infinity: whatever reads it would be noise. Buffers may hold infinity, as masks do."""
     for name, weight in module.named_parameters():
         if weight.is_floating_point() and weight.numel() and not all(end.isfinite() for end in weight.detach().aminmax()):
-            raise UserError(f"weight {name.removeprefix(prefix)} holds values that are not finite")
+            raise UserError(f"weight {name.removeprefix(prefix)}: {not_finite(weight)}; mend the checkpoint")
 
 
 def _check_deterministic(graph: Graph) -> None:

@@ -1,6 +1,5 @@
 """The gate: what was compiled, beside the captured model, on text that no scale was chosen on; and does it keep its limits."""
 import hashlib
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -62,26 +61,10 @@ def read_data(path: Path | None, tokenizer_json: str | None, model: Model, size:
     """
     length = min(text.LENGTH, model.max_positions)
     where = path or text.HELD_OUT
-    if where.suffix == ".json":
-        ids, start = _ids(where, model), []
-    else:
-        ids, start = text.encode(text.read(where), tokenizer_json, model.name)
+    ids, start = text.token_ids(where, tokenizer_json, model.name, model.vocab)
     windows = text.cut(ids, start, str(where), count=size.windows, length=length)
     name = where.name + (" (travels with infc)" if path is None else "")
     return Data(name, hashlib.sha256(where.read_bytes()).hexdigest(), len(ids), windows, _codec(tokenizer_json, model, start))
-
-
-def _ids(path: Path, model: Model) -> list[int]:
-    try:
-        found = json.loads(text.read(path))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}: is no JSON ({error}); give a list of token ids, or a text") from error
-    if not isinstance(found, list) or not all(type(i) is int and i >= 0 for i in found):
-        raise UserError(f"{path}: is no list of token ids; give one, like [12, 7, 1042], or a text")
-    strange = next((i for i in found if i >= model.vocab), None)
-    if strange is not None:
-        raise UserError(f"{path}: {strange} is no token of {model.name}, whose vocabulary has ids 0..{model.vocab - 1}")
-    return found
 
 
 def _codec(tokenizer_json: str | None, model: Model, start: Sequence[int]) -> tasks.Codec | None:

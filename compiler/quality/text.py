@@ -1,4 +1,5 @@
-"""Text as windows of token ids, by the model's own tokenizer."""
+"""Text as windows of token ids, by the model's own tokenizer, or ids as they are listed."""
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,12 +68,28 @@ def load(tokenizer_json: str, model: str) -> Tokenizer:
     return tokenizer
 
 
-def windows(path: Path, tokenizer_json: str | None, model: str, *, count: int, length: int = LENGTH) -> Text:
+def token_ids(path: Path, tokenizer_json: str | None, model: str, vocab: int) -> tuple[list[int], list[int]]:
+    """`encode` of a text's file; of a .json file the ids that it lists, and nothing before them. UserError where either cannot be read."""
+    if path.suffix != ".json": return encode(read(path), tokenizer_json, model)
+    try:
+        found = json.loads(read(path))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}: is no JSON ({error}); give a list of token ids, or a text") from error
+    if not isinstance(found, list) or not all(type(i) is int and i >= 0 for i in found):
+        raise UserError(f"{path}: is no list of token ids; give one, like [12, 7, 1042], or a text")
+    strange = next((i for i in found if i >= vocab), None)
+    if strange is not None: raise UserError(f"{path}: {strange} is no token of {model}, whose vocabulary has ids 0..{vocab - 1}")
+    return found, []
+
+
+def windows(path: Path, tokenizer_json: str | None, model: str, vocab: int, *, count: int, length: int = LENGTH) -> Text:
     """At most `count` windows of `length` ids, evenly over the whole text, none overlapping; each begins as the tokenizer begins a text.
 
-    UserError where the text holds fewer than AT_LEAST windows, or cannot be read.
+    Of a calibration text. UserError where it holds fewer than AT_LEAST windows, or cannot be read.
     """
-    ids, start = encode(read(path), tokenizer_json, model)
+    if not tokenizer_json and path.suffix != ".json":
+        raise UserError(f"{model} has no tokenizer to read a calibration text with: list token ids in --calib FILE.json")
+    ids, start = token_ids(path, tokenizer_json, model, vocab)
     return Text(path, cut(ids, start, str(path), count=count, length=length), len(ids))
 
 

@@ -29,3 +29,18 @@ def reads_as_matrix(user: fx.Node, weight: fx.Node) -> bool:
 def products(weight: fx.Node) -> list[fx.Node]:
     """The products whose matrix it is."""
     return [user for user in weight.users if user.target in PRODUCTS and user.args[1] is weight]
+
+
+def paths(weight: fx.Node) -> list[str]:
+    """The module paths that name a weight: of all parts where it was merged, of all its users where several share it."""
+    own = list(weight.meta.get("origin") or ())
+    if len(weight.users) > 1 or not own:
+        users = [path for user in weight.users for path in user.meta.get("origin") or ()]
+        own += [path for path in users if not any(f"{name}.".startswith(f"{path}.") for name in own)]    # not a parent of one
+    return list(dict.fromkeys(own)) or [str(weight.target)]
+
+
+def named(weight: fx.Node) -> str:
+    """A weight in a message: its name, and those that a recipe knows it by."""
+    known = [path for path in paths(weight) if path != weight.target]
+    return f"{weight.target} ({', '.join(known)})" if known else str(weight.target)

@@ -12,7 +12,7 @@ from ..quality import text
 from . import awq
 from .blocks import kept, note_better
 from .gptq import gptq
-from .matrices import products
+from .matrices import named, products
 from .recipe import Choice, Recipe
 from .rounding import Quantized, bounded, least_squares, round_to_nearest
 from .scheme import Scheme
@@ -82,7 +82,7 @@ class Plan:
 
     asked: Scheme | Recipe
     method: str = "rtn"
-    calibration: Path | Sequence[Window] = text.CALIBRATION       # a text, or windows of ids (of inputs, where it is no decoder)
+    calibration: Path | Sequence[Window] = text.CALIBRATION       # a text, ids (.json), or windows of ids (of inputs: it is no decoder)
 
     def __post_init__(self) -> None:
         if self.method not in (AUTO, *METHODS):
@@ -135,7 +135,7 @@ class Plan:
         inputs = self.inputs(graph, weighed) if weighed else {}
         for weight in alone:
             name = str(weight.target)
-            own[weight] = self.quantize(graph.weights[name], schemes[weight], name, inputs.get(name))
+            own[weight] = self.quantize(graph.weights[name], schemes[weight], named(weight), inputs.get(name))
         yield from own.items()
         for choose in dict.fromkeys(ordered.values()):
             chosen = in_order(before, schemes, found | own, self.windows(before), choose)
@@ -153,11 +153,11 @@ class Plan:
         """Of the calibration text, at most `count` out of a file. UserError where the model cannot read it."""
         if not isinstance(self.calibration, Path): return self.calibration
         name, tokenizer = str(graph.meta.get("name", "the model")), graph.meta.get("tokenizer_json")
-        if not tokenizer:
+        if not tokenizer and self.calibration.suffix != ".json":
             raise UserError(f"{name} has no tokenizer to read a calibration text with, which --quant-method {self.method} looks at: "
-                            f"choose {' or '.join(blind())}")
+                            f"choose {' or '.join(blind())}, or list token ids in --calib FILE.json")
         length = min(text.LENGTH, int(graph.meta["max_positions"]))
-        return text.windows(self.calibration, tokenizer, name, count=count, length=length).windows
+        return text.windows(self.calibration, tokenizer, name, int(graph.meta["vocab_size"]), count=count, length=length).windows
 
     def quantize(self, w: Tensor, scheme: Scheme, name: str, inputs: Inputs | None = None) -> Quantized:
         """Codes and scales of one weight f32 [N, K]. UserError where a value is not finite."""

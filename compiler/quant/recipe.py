@@ -25,6 +25,7 @@ from ..errors import UserError, nearest
 from ..ir import Graph, arguments
 from ..ops import aten, infc
 from .blocks import note, stored
+from .matrices import paths
 from .scheme import Scheme, parse, stored_as
 
 FORMAT = 1
@@ -143,15 +144,6 @@ def widest(choices: Iterable[Scheme | None], k: int) -> Scheme | None:
     most = max(given, key=lambda s: (s.bits, not s.e4m3, s.stored_bits(k), -(s.group or k), -s.group))
     if most.e4m3: return replace(most, act_bits=8 if finest.act_bits == 8 else 0)          # rows of e4m3 have one scale, or are wide
     return replace(most, act_bits=finest.act_bits, act_group=finest.act_group)
-
-
-def paths(weight: fx.Node) -> list[str]:
-    """The module paths that name a weight: of all parts where it was merged, of all its users where several share it."""
-    own = list(weight.meta.get("origin") or ())
-    if len(weight.users) > 1 or not own:
-        users = [path for user in weight.users for path in user.meta.get("origin") or ()]
-        own += [path for path in users if not any(f"{name}.".startswith(f"{path}.") for name in own)]    # not a parent of one
-    return list(dict.fromkeys(own)) or [str(weight.target)]
 
 
 def _mixed_note(choices: dict[str, Scheme | None], scheme: Scheme | None, count: int) -> str:

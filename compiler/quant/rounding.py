@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..errors import UserError
+from ..errors import UserError, not_finite
 from ..ops.codes import E4M3, groups, pack_codes, spread, weight
 from .scheme import Scheme
 
@@ -43,11 +43,8 @@ class Quantized:
 
 def check_finite(w: Tensor, name: str) -> None:
     """UserError, naming the tensor, where a value is NaN or infinite."""
-    bad = ~w.isfinite()
-    if bool(bad.any()):
-        row, column = (int(i) for i in bad.nonzero()[0])
-        raise UserError(f"{name}: {int(bad.sum())} values are not finite, the first at [{row}, {column}] is {float(w[row, column])}: "
-                        "a weight with NaN or inf cannot be quantized; leave it wide with a recipe, or mend the checkpoint")
+    if not bool(w.isfinite().all()):
+        raise UserError(f"{name}: {not_finite(w)}; such a weight cannot be quantized: leave it wide with a recipe, or mend the checkpoint")
 
 
 def round_to_nearest(w: Tensor, scheme: Scheme, name: str = "weight") -> Quantized:

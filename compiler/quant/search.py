@@ -124,7 +124,7 @@ def _windows(graph: Graph, plan: Plan) -> list[list[int]]:
     if not isinstance(plan.calibration, Path): return [[*map(int, window)] for window in plan.calibration]
     length = min(text.LENGTH, int(graph.meta["max_positions"]))
     return text.windows(plan.calibration, graph.meta.get("tokenizer_json"), str(graph.meta.get("name", "the model")),
-                        count=WINDOWS, length=length).windows
+                        int(graph.meta["vocab_size"]), count=WINDOWS, length=length).windows
 
 
 # -------------------------------------------------------------------------------------------------------- quantized weights

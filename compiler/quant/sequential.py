@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from ..ir import Graph, last_uses, needed
 from ..ops.codes import rounded_rows
-from .matrices import PRODUCTS
+from .matrices import PRODUCTS, named
 from .rounding import Quantized
 from .scheme import Scheme
 from .statistics import Window, check_inputs, check_windows, inputs_of
@@ -43,7 +43,7 @@ def in_order(
         scheme = _scheme(node, rounds)
         if (name := first.get(node)) is not None and scheme is not None:
             gram = _gram([as_read(walk[node.args[0]], scheme) for walk in walks], FIRST if "sample_rows" in graph.inputs else 1.0, name)
-            found = choose(graph.weights[name].float(), scheme, name, gram)
+            found = choose(graph.weights[name].float(), scheme, named(node.args[1]), gram)      # type: ignore[arg-type]
             codes[name] = found.dequantized()
             yield asked[name], found
         for walk in walks:

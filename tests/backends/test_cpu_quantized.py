@@ -22,6 +22,8 @@ HOW += [(8, 0, False, 16, 32), (8, 0, True, 8, 0), (4, 0, True, 8, 32), (8, 64, 
         (8, 128, True, 8, 32), (4, 128, True, 16, 32), (4, 128, False, 8, 32), (8, 32, False, 8, 0)]
 SHAPES = ((576, 960), (32, 33), (1536, 70), (75, 33), (6, 70))
 SWIGLUS = ((64, 48), (75, 21))
+FORMATS = [*itertools.product((4, 8), (0, 32, 64, 128), (False, True))]         # each way to store a weight
+SMALL = ((1, 1), (17, 3), (48, 4), (64, 1), (100, 3), (2048, 4))                # no K and no N that a kernel likes
 
 
 def codes_of(n: int, k: int, how: tuple, seed: int = 0) -> dict[str, Tensor]:
@@ -74,12 +76,17 @@ def nodes() -> dict[str, fx.Node]:
                 out[name_of("swiglu", how, k, f, act, dtype)] = call(
                     OPS.linear_swiglu_quantized.default, x=meta(T, k, dtype=dtype), act=act, out_dtype=dtype, **metas(2 * f, k, how),
                     **numbers(how))
-    for bits, group, offset in itertools.product((4, 8), (0, 32, 128), (False, True)):
-        how = (bits, group, offset)
+    for how in FORMATS:
+        bits, group, _ = how
         for index, dtype in ((I32, F32), (I64, BF16)):
             out[name_of("embedding", how, dtype)] = call(
                 OPS.embedding_quantized.default, indices=meta(T, dtype=index), bits=bits, group=group, k=147, out_dtype=dtype,
                 **metas(70, 147, how))
+    for how, (k, n) in itertools.product(FORMATS, SMALL):
+        given_ = {"x": meta(T, k), **metas(n, k, how), **numbers((*how, 16, 0))}
+        out[name_of("small", how, k, n)] = call(OPS.linear_quantized.default, bias=None, residual=None, out_dtype=F32, **given_)
+        pair = {**given_, **metas(2 * n, k, how)}
+        out[name_of("small swiglu", how, k, n)] = call(OPS.linear_swiglu_quantized.default, act="silu", out_dtype=F32, **pair)
     for act_bits, act_group in itertools.product((8, 16), (0, 32)):
         how = (8, 0, False, act_bits, act_group)
         out[name_of("identity", how)] = call(OPS.linear_quantized.default, x=meta(T, 75), bias=None, residual=None, out_dtype=F32,
@@ -143,7 +150,32 @@ def test_linear_swiglu(library: Library, how: tuple, dtype: torch.dtype, act: st
             judge_sums(y, *both("linear_swiglu_quantized", x=x, **w, act=act, out_dtype=dtype, **numbers(how)))
 
 
-@pytest.mark.parametrize("group", [0, 32, 128])
+def meant(w: dict[str, Tensor], how: tuple, k: int) -> Tensor:
+    """What stored codes mean, in fp64 and without our own arithmetic: nibble by nibble, group by group."""
+    bits, group, offset = how[:3]
+    column = torch.arange(k)
+    code = w["codes"].long()[:, column // (8 // bits)] >> (column % (8 // bits) * bits) & 2**bits - 1
+    at = column // group if group else column * 0
+    start = w["offset"].double()[:, at] if offset else -(2 ** (bits - 1)) * w["scale"].double()[:, at]
+    return code.double() * w["scale"].double()[:, at] + start
+
+
+@pytest.mark.parametrize("how", FORMATS, ids=str)
+def test_a_product_with_the_identity_reads_the_weight_back(library: Library, how: tuple) -> None:
+    """FIELD R20: every code of every format, any K and N: a row with a single 1 is exact in 16 bits, so nothing is summed or rounded but
+    the scale of that row (1 / 32512) and the value itself."""
+    for k, n in SMALL:
+        w, pair, x = codes_of(n, k, how), codes_of(2 * n, k, how, seed=1), torch.eye(k)
+        (y,) = library.run(name_of("small", how, k, n), {"x": x, **w}, [k], threads=2)
+        expected = meant(w, how, k).T
+        assert bool(((y.double() - expected).abs() <= 2.0**-21 * expected.abs().amax()).all()) and bool(expected.any(0).all())
+        (y,) = library.run(name_of("small swiglu", how, k, n), {"x": x, **pair}, [k], threads=3)
+        gate, up = meant(pair, how, k).T.chunk(2, 1)
+        expected = gate * gate.sigmoid() * up
+        assert bool(((y.double() - expected).abs() <= 2.0**-21 * expected.abs().amax()).all())
+
+
+@pytest.mark.parametrize("group", [0, 32, 64, 128])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("offset", [False, True])
 def test_embedding(library: Library, bits: int, group: int, offset: bool) -> None:

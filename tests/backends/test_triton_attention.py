@@ -110,6 +110,23 @@ def test_caches_of_codes(batch: str, dtype: torch.dtype, codes: str) -> None:
     check(step(KINDS["three to one"], BATCHES[batch], dtype, codes=codes))
 
 
+@pytest.mark.parametrize("codes", ["int8", "fp8"])
+@pytest.mark.parametrize("batch", ["decode", "mixed"])
+def test_r19_zero_channels_and_rows_of_codes_are_exact_zeros(batch: str, codes: str) -> None:
+    """A channel of V that is zero over a whole sequence, and tokens whose K and V are zeros: their scale is 0."""
+    arguments, tokens = step(KINDS["three to one"], BATCHES[batch], BF16), slice(0, -PADDING)
+    arguments["v_cache"][..., 11] = 0
+    for name in "kv":
+        cache = arguments[f"{name}_cache"]
+        cache[:, :, :5] = torch.where(cache[:, :, :5].isnan(), cache[:, :, :5], 0)
+        arguments[f"{name}_cache"], arguments[f"{name}_scale"] = stored(cache, codes)
+    found = check(arguments).unflatten(1, (3, 64))[tokens]
+    assert bool((found[..., 11] == 0).all()) and bool((found != 0).any())
+    there = ~arguments["v_scale"].isnan()
+    arguments["v_cache"].view(torch.uint8)[:], arguments["v_scale"][there] = 0, 0
+    assert bool((check(arguments)[tokens] == 0).all())
+
+
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 90)), min_size=1, max_size=4), st.sampled_from([(1, 1), (3, 1), (4, 2)]),
        st.sampled_from([0, 1, 33]), st.integers(0, 99))

@@ -126,6 +126,20 @@ def test_rows_become_the_codes_of_the_reference(e4m3: bool) -> None:
         assert torch.equal(first.args[1].float(), codes.float()) and torch.equal(first.args[2], scale)
 
 
+@pytest.mark.parametrize("e4m3", [False, True])
+@pytest.mark.parametrize(("rows", "act_bits"), [(3, 0), (3, 8), (40, 0), (40, 8)])
+def test_rows_of_zeros_give_zeros_and_what_is_not_finite_stays_in_its_row(rows: int, act_bits: int, e4m3: bool) -> None:
+    """FIELD R19: a padding row has no largest value and so no scale; a NaN in one row is nobody else's."""
+    x, w = randn(rows, 200, dtype=BF16), floats(40, 200, 0) if e4m3 else weight(40, 200, 4, 32, True)
+    clean = run("infc::linear_quantized", x=x, **w, bias=None, residual=None, act_bits=act_bits, act_group=0)
+    x[0], x[1, 7] = 0, torch.nan
+    found = run("infc::linear_quantized", x=x, **w, bias=None, residual=None, act_bits=act_bits, act_group=0)
+    assert bool((found[0] == 0).all()) and bool(found[1].isnan().all()) and torch.equal(found[2:], clean[2:])
+    x[1, 7] = -torch.inf
+    found = run("infc::linear_quantized", x=x, **w, bias=None, residual=None, act_bits=act_bits, act_group=0)
+    assert not bool(found[1].isfinite().any()) and torch.equal(found[2:], clean[2:])
+
+
 @pytest.mark.parametrize(("rows", "act_bits", "bits", "offset"), [(3, 8, 4, True), (3, 0, 8, False), (40, 0, 4, True)])
 def test_every_cut_gives_what_the_product_means(rows: int, act_bits: int, bits: int, offset: bool) -> None:
     given = {"x": randn(rows, 520, dtype=BF16), "act_bits": act_bits, "act_group": 0}

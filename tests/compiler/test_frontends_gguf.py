@@ -207,7 +207,7 @@ def test_flipped_bits_in_each_size_never_crash_or_hang(tmp_path: Path, model: Ll
 def test_weights_that_are_not_finite(tmp_path: Path) -> None:
     other = random_llama(CONFIG)
     other.model.layers[1].mlp.up_proj.weight[3, 4] = float("nan")
-    assert "tensor blk.1.ffn_up.weight holds values that are not finite" in line(write(tmp_path / "m.gguf", other))
+    assert "tensor blk.1.ffn_up.weight: 1 value is not finite, the first at [3, 4]: nan; fetch" in line(write(tmp_path / "m.gguf", other))
 
 
 def test_not_a_gguf_file(tmp_path: Path) -> None:

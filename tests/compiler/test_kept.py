@@ -1,5 +1,9 @@
 """What earlier compiles found out: taken whole and by name, never where one input differs, and a fault behind a warm cache is caught."""
+import multiprocessing
 import os
+import shutil
+import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -70,6 +74,36 @@ def test_a_damaged_entry_is_removed_with_a_note(cache: Kept, notes: list[str], h
     assert len(notes) == 1 and f"notes kept in {path} are of no use" in notes[0]
     cache.keep("k", Note(text="y"), "notes")
     assert (found := cache.take("k", Note, "notes")) and found.text == "y" and len(notes) == 1
+
+
+def _use(start: Any, rounds: int, clear: bool) -> None:
+    """One process: every entry it takes is whole, whoever writes, removes or is killed meanwhile."""
+    start.wait()
+    for turn in range(rounds):
+        notes: list[str] = []
+        mine = Kept(notes.append)
+        for name in ("same", f"own-{turn % 8}"):
+            found = mine.take(name, Note, "notes")
+            assert found is None or found.text == name * 10_000
+            mine.keep(name, Note(text=name * 10_000), "notes")
+        if clear: shutil.rmtree(cache_folder(), ignore_errors=True)
+        assert all("are not kept for the next compile" in line for line in notes), notes
+
+
+@pytest.mark.parametrize("clear", [False, True])
+def test_processes_that_share_a_cache_see_whole_entries_or_none(cache: Kept, notes: list[str], clear: bool) -> None:
+    """FIELD R28: the same keys at once from an empty cache, one process clearing it, one killed anywhere."""
+    fork = multiprocessing.get_context("fork")
+    start = fork.Barrier(5)
+    processes = [fork.Process(target=_use, args=(start, 50 if n < 3 else 10**9, clear and n == 0)) for n in range(4)]
+    for process in processes: process.start()
+    start.wait()
+    time.sleep(0.05)
+    processes[3].kill()
+    for process in processes: process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0, 0, -signal.SIGKILL]
+    cache.keep("same", Note(text="after"), "notes")
+    assert (found := cache.take("same", Note, "notes")) and found.text == "after" and notes == []
 
 
 def test_an_entry_under_another_key_is_not_taken(cache: Kept, notes: list[str]) -> None:

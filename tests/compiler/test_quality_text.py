@@ -52,8 +52,8 @@ def test_no_sentence_is_in_both_texts():
 
 
 def test_a_window_begins_as_the_tokenizer_begins_a_text():
-    plain = text.windows(text.HELD_OUT, byte_tokenizer(), "tiny", count=3, length=64)
-    marked = text.windows(text.HELD_OUT, with_bos(), "tiny", count=3, length=64)
+    plain = text.windows(text.HELD_OUT, byte_tokenizer(), "tiny", 320, count=3, length=64)
+    marked = text.windows(text.HELD_OUT, with_bos(), "tiny", 320, count=3, length=64)
     assert plain.tokens == marked.tokens == text.HELD_OUT.stat().st_size
     assert all(window[0] == 1 and 1 not in window[1:] for window in marked.windows)
     assert marked.windows[0][1:] == plain.windows[0][:-1]
@@ -62,7 +62,7 @@ def test_a_window_begins_as_the_tokenizer_begins_a_text():
 def test_a_text_that_is_too_short_says_what_is_needed(tmp_path: Path):
     (tmp_path / "a.txt").write_text("too short")
     with pytest.raises(UserError, match=re.escape("a.txt: has 9 tokens, and 1024 are needed (2 windows of 512); name a longer text")):
-        text.windows(tmp_path / "a.txt", byte_tokenizer(), "tiny", count=8)
+        text.windows(tmp_path / "a.txt", byte_tokenizer(), "tiny", 320, count=8)
 
 
 @pytest.mark.parametrize(("content", "words"), [(b"", "is empty"), (b" \n\n", "is empty"), (b"caf\xe9", "byte 3 is no UTF-8"),
@@ -79,11 +79,17 @@ def test_a_folder_is_no_text(tmp_path: Path):
         text.read(tmp_path)
 
 
-def test_a_model_without_a_tokenizer_is_told_what_to_pass():
+def test_a_model_without_a_tokenizer_is_told_what_to_pass(tmp_path: Path):
     with pytest.raises(UserError, match=re.escape("nameless has no tokenizer to read a text with: pass token ids, --data FILE.json")):
-        text.windows(text.HELD_OUT, None, "nameless", count=2)
+        text.token_ids(text.HELD_OUT, None, "nameless", 320)
+    with pytest.raises(UserError, match=r"nameless has no tokenizer to read a calibration text with: list token ids in --calib FILE\.json"):
+        text.windows(text.HELD_OUT, None, "nameless", 320, count=2)
+    (tmp_path / "ids.json").write_text(str([*range(20)]))
+    for tokenizer in (None, byte_tokenizer()):                       # ids are ids, also where a tokenizer could read the digits
+        found = text.windows(tmp_path / "ids.json", tokenizer, "nameless", 320, count=9, length=10)
+        assert found.windows == [[*range(10)], [*range(10, 20)]] and found.tokens == 20
 
 
 def test_a_damaged_tokenizer_is_one_line():
     with pytest.raises(UserError, match=re.escape("broken: its tokenizer.json cannot be read")):
-        text.windows(text.HELD_OUT, '{"model": 1}', "broken", count=2)
+        text.windows(text.HELD_OUT, '{"model": 1}', "broken", 320, count=2)

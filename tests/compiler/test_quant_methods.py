@@ -112,7 +112,19 @@ def test_columns_that_are_never_other_than_zero_do_no_harm():
 def test_gptq_refuses_what_is_not_finite_by_name():
     w = weight(4, 32)
     w[2, 1] = torch.nan
-    with pytest.raises(UserError, match="o_proj: 1 values are not finite"): gptq(w, Scheme(4), "o_proj", torch.eye(32))
+    with pytest.raises(UserError, match="o_proj: 1 value is not finite"): gptq(w, Scheme(4), "o_proj", torch.eye(32))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_gptq_leaves_rows_of_zeros_alone(scheme):
+    """FIELD R19: a zero row stays zeros exactly, and zero groups and columns end with scales that are finite and above 0."""
+    w, x = weight(6, 160), rows(100, 160, 0)
+    w[0], w[1, :128], w[:, 40], w[2], w[3, 1:] = 0, 0, 0, 1e-6, 0
+    found = gptq(w, scheme, "w", x.T @ x / 100)
+    assert torch.equal(found.dequantized()[0], torch.zeros(160)) and bool(found.dequantized().isfinite().all())
+    assert bool(found.scale.isfinite().all() & (found.scale > 0).all()) and (scheme.symmetric or bool(found.offset.isfinite().all()))
+    nothing = gptq(torch.zeros(3, 160), scheme, "w", x.T @ x / 100)
+    assert torch.equal(nothing.dequantized(), torch.zeros(3, 160)) and bool((nothing.scale > 0).all())
 
 
 # ------------------------------------------------------------------------------------------------------------------ factors
@@ -275,6 +287,19 @@ def test_methods_that_look_at_a_text_need_a_tokenizer():
     with pytest.raises(UserError, match=r"no tokenizer to read a calibration text with, .* choose rtn or mse"):
         [*Plan(Scheme(4), "awq").codes(graph, dict.fromkeys(matrices(graph), Scheme(4)))]
     assert len([*Plan(Scheme(4), "mse").codes(graph, dict.fromkeys(matrices(graph), Scheme(4)))]) == len(matrices(graph))
+
+
+def test_token_ids_in_a_file_are_what_windows_of_ids_are(tmp_path):
+    """As --data reads them: a list of numbers is no text, and a model without a tokenizer can be calibrated."""
+    graph, ids = step(), windows(1, 3 * 64)[0]
+    (tmp_path / "ids.json").write_text(str(ids))
+    schemes = dict.fromkeys(matrices(graph), Scheme(4))
+    codes = [dict(Plan(Scheme(4), "awq", calibration).codes(graph, schemes))
+             for calibration in (tmp_path / "ids.json", [ids[:64], ids[64:128], ids[128:]])]
+    assert all(torch.equal(codes[0][node].codes, codes[1][node].codes) for node in schemes)
+    (tmp_path / "ids.json").write_text(str([*ids, VOCABULARY]))
+    with pytest.raises(UserError, match=r"ids\.json: 48 is no token of .*, whose vocabulary has ids 0\.\.47"):
+        [*Plan(Scheme(4), "awq", tmp_path / "ids.json").codes(graph, schemes)]
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])

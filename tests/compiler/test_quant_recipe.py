@@ -11,7 +11,7 @@ from infc.compiler.errors import UserError
 from infc.compiler.files import write_whole
 from infc.compiler.frontends import capture
 from infc.compiler.ir import Graph
-from infc.compiler.ops import infc
+from infc.compiler.ops import aten, infc
 from infc.compiler.quant import recipe
 from infc.compiler.quant.matrices import matrices
 from infc.compiler.quant.plan import Plan
@@ -82,6 +82,20 @@ def test_either_name_of_a_tied_weight_works_and_two_that_differ_are_said(wide: G
     assert schemes == {} and "lm_head w8 -> none" in notes[0]
 
 
+@pytest.mark.parametrize("line", [
+    "model.embed_tokens: none", "lm_head: none", '"*": none\n  - lm_head: w8', '"*": none\n  - model.embed_tokens: w8',
+    '"model.layers.*": w8\n  - lm_head: w4', '"model.layers.*": w8\n  - model.embed_tokens: w4'])
+def test_a_tied_weight_that_one_name_leaves_wide_stays_one_and_wide(wide: Graph, line: str) -> None:
+    """FIELD R22: quantizing the table must not change the head, nor the head the table, and nothing may be stored twice."""
+    text = HEAD + f'  - "*": w8\n  - {line}\n' if line.endswith("none") else HEAD + f"  - {line}\n"
+    graph = quantized(wide, text)
+    table = [name for name in graph.weights if "embed" in name or "lm_head" in name]
+    assert table == ["model_embed_tokens_weight"] and graph.weights[table[0]] is wide.weights[table[0]]
+    readers = {node.target for node in graph.placeholders[table[0]].users}
+    assert readers == {aten.embedding.default, infc.linear.default}
+    assert sum(w.nbytes for w in graph.weights.values()) <= sum(w.nbytes for w in wide.weights.values())
+
+
 def test_untied_head_and_table_are_two_weights(untied: Graph) -> None:
     schemes, notes = chosen(untied, HEAD + "  - lm_head: w8\n  - model.embed_tokens: w4\n")
     assert schemes == {"lm_head_weight": Scheme(8), "model_embed_tokens_weight": Scheme(4)} and notes == []
@@ -101,6 +115,21 @@ def test_a_line_that_names_nothing_is_an_error(wide: Graph, line: str, said: str
 
 def test_a_norm_may_be_left_wide(wide: Graph) -> None:
     assert chosen(wide, HEAD + '  - "*": w8\n  - model.norm: none\n')[0] == chosen(wide, HEAD + '  - "*": w8\n')[0]
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+@pytest.mark.parametrize(("bad", "said"), [(float("nan"), r"1 value is not finite, the first at \[3, 5\]: nan"),
+                                           (1e9, "a scale of .* is beyond f16")])
+@pytest.mark.parametrize(("part", "modules"), [("1_mlp_down", "1.mlp.down_proj"),
+                                               ("0_self_attn_qkv", "0.self_attn.q_proj, .*k_proj, .*v_proj")])
+def test_what_cannot_be_quantized_is_refused_by_the_names_a_recipe_takes(wide: Graph, part: str, modules: str, bad: float, said: str,
+                                                                        method: str) -> None:
+    graph, name = wide.copy(), f"model_layers_{part}_proj_weight"
+    graph.weights[name] = graph.weights[name].clone()
+    graph.weights[name][3, 5] = bad
+    report = Report("quantize_weights", options={"quantization": Plan(Scheme(4), method, [[*range(40)]] * 2)})
+    with pytest.raises(UserError, match=rf"^{name} \(model.layers.{modules}\): {said}.* wide with a recipe"):
+        passes.load("quantize_weights").apply(graph, report)
 
 
 def test_keep_without_a_gguf_says_why(wide: Graph) -> None:

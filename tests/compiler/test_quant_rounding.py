@@ -138,13 +138,27 @@ def test_zeros_constants_and_tiny_values(method, scheme):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("scheme", [Scheme(4), e4m3(), e4m3(tensor=True)], ids=str)
+@pytest.mark.parametrize("scheme", [*SCHEMES, e4m3(tensor=True)], ids=str)
+@pytest.mark.parametrize("value", [0.0, 1e-6, 0.3, -0.3, 1e-12])
+def test_a_weight_of_one_value_throughout(method, scheme, value):
+    """FIELD R19: zeros stay zeros, whatever the scale; any other value keeps its sign, and all of it that f16 scales can hold."""
+    w = torch.full((3, 70), value)
+    found = method(w, scheme, "w")
+    sound(found, 3, 70)
+    means = found.dequantized()
+    if abs(value) >= 1e-6: assert bool((means.sign() == w.sign()).all()) and bool(((means - w).abs() <= abs(value) * 0.3).all())
+    if abs(value) == 0.3: assert bool(((means - w).abs() <= 0.3 * 2**-10).all())
+    if value == 0: assert torch.equal(means, w)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("scheme", [*SCHEMES, e4m3(tensor=True)], ids=str)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_is_refused_by_name(method, bad, scheme):
     w = matrix(3, 64, 0)
     w[1, 17] = bad
-    with pytest.raises(UserError, match=rf"mlp_weight: 1 values are not finite, the first at \[1, 17\] is {bad}"):
-        method(w, scheme, "mlp_weight")
+    said = rf"^mlp_weight: 1 value is not finite, the first at \[1, 17\]: {bad}; such a weight cannot be quantized: leave it wide with a"
+    with pytest.raises(UserError, match=said): method(w, scheme, "mlp_weight")
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -217,6 +217,8 @@ KERNELS = (
             "        load_row(row, static_cast<const X*>(qkv) + u * dims, dims);\n        if (h < heads)"),
     _kernel("codes: their middle is not taken off", "llama", "quantized", "row->start = -W::MIDDLE * codes;", "row->start = 0;",
             "w8a8"),
+    _kernel("codes: nothing but zeros comes out", "llama", "quantized", "AG == 0 ? sum * splat(row[i / V - R].scale) : sum);",
+            "AG == 0 ? sum * splat(0.0f) : sum);", "w8"),
     _kernel("codes: the low nibble is read twice", "llama", "quantized", "(part ? bytes[v] >> 4 : bytes[v])", "bytes[v]", "w4"),
     _kernel("codes: a token's embedding is its neighbour's", "llama", "quantized", "* W::CODES + column * 4;",
             "* W::CODES + (column ^ 1) * 4;", "w8"),

@@ -67,6 +67,31 @@ def test_r24_a_format_for_each_layer():
     assert dtypes == [torch.float8_e4m3fn, torch.float32, torch.int8, torch.float32]
 
 
+def test_r24_formats_and_windows_that_differ_share_used_blocks():
+    """Every byte 0xFF that no token wrote, then blocks full of another sequence: 30 tokens past the window, as in a pool of its own."""
+    graph = quantized(decoder("rewrite_attention", "page_kv_cache", "sample_tokens", windows=(0, 8, 0, 8)), "fp8,none,int8,none", 2)
+    texts = [torch.randint(graph.meta["vocab_size"], (39,), generator=torch.Generator().manual_seed(n)) for n in range(2)]
+
+    def poisoned() -> list[Tensor]:
+        caches = Pool(3).caches(graph)
+        for cache in caches: cache.view(torch.uint8).fill_(0xFF)
+        return caches
+
+    def run(tokens: Tensor, caches: list[Tensor]) -> Tensor:
+        stream, rows = Pool(3).stream(tokens), []
+        for count in (9, *[1] * 30):
+            given = step_inputs([(stream, count)], padding=1)
+            given |= {"sample_rows": given["query_start"][1:] - 1, "temperature": torch.zeros(1), "top_p": torch.ones(1),
+                      "top_k": torch.zeros(1, dtype=torch.int32), "uniform": torch.zeros(1)}
+            rows.append(graph.run(*(given[name] for name in graph.inputs), *caches)[graph.outputs.index("logits")])
+        return torch.cat(rows)
+
+    used = poisoned()
+    run(texts[0], used)
+    first, second = run(texts[1], poisoned()), run(texts[1], used)
+    assert first.shape == (31, graph.meta["vocab_size"]) and bool(first.isfinite().all()) and torch.equal(first, second)
+
+
 def test_without_rotary_positions_and_with_windows():
     graph = quantized(decoder("rewrite_attention", "page_kv_cache", "sample_tokens", windows=(0, 5), learned_positions=128), "int8", 2)
     filecheck(graph, r"""
@@ -148,9 +173,12 @@ def test_does_nothing_unasked_or_without_a_cache():
 @pytest.mark.parametrize(("kv", "reason"), [
     ("int8:keep=1", "keeps the first and last 1 layers wide, which are all 2 layers"),
     ("int8,none,int8", "names 3 layers, the model has 2 with a KV cache"),
+    ("fp8,none,int8", "names 3 layers, the model has 4 with a KV cache"),
+    ("int8:keep=2", "keeps the first and last 2 layers wide, which are all 4 layers"),
 ])
 def test_r24_a_plan_that_does_not_fit_the_model(kv, reason):
-    graph = step()
+    """Too many formats and too few."""
+    graph = step(llama(layers=4) if "4" in reason else None)
     written = text(graph)
     with pytest.raises(UserError, match=reason): PASS.apply(graph, Report(PASS.name, options={"kv": parse_kv(kv)}))
     assert text(graph) == written

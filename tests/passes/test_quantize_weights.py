@@ -14,7 +14,7 @@ from infc.compiler.quant.plan import METHODS, Plan
 from infc.compiler.quant.rounding import Quantized, round_to_nearest
 from infc.compiler.quant.scheme import Scheme, parse
 from infc.compiler.rewrite import Report
-from infc.passes import fuse_linear_epilogue, quantize_weights
+from infc.passes import fuse_linear_epilogue, load, quantize_weights
 from torch import nn
 
 PASS = quantize_weights.PASS
@@ -147,6 +147,34 @@ def test_a_tied_weight_is_quantized_once_and_stored_once():
     assert torch.equal(after.run(torch.tensor([[1, 2, 3]]))[0], nn.functional.linear(expected[[1, 2, 3]], expected)[None])
 
 
+class ThreeReaders(nn.Module):
+    """One matrix under three spellings and two names: looked up, multiplied by a layer, and multiplied transposed (FIELD R22)."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
+        self.head.weight = nn.Parameter(self.embed.weight.detach())      # the same memory, another Parameter
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        return self.head(x) + torch.matmul(x.tanh(), self.embed.weight.transpose(0, 1))
+
+
+@pytest.mark.parametrize("scheme", ["w8", "w4:asym", "fp8", "fp8:tensor"])
+def test_three_readers_of_one_matrix_read_one_rounding_of_it(scheme):
+    model, ids = ThreeReaders(), torch.tensor([[1, 2, 3, 10]])
+    was = trace(model, ids, names=("ids",))
+    for name in ("canonicalize", "fuse_linear_epilogue"): load(name).apply(was)
+    assert len(was.weights) == 1
+    after, report, fired = quantized(was, scheme)
+    assert fired == 1 and not report.refused
+    assert sum(w.nbytes for w in after.weights.values()) < sum(w.nbytes for w in was.weights.values()) / 2
+    w = round_to_nearest(model.embed.weight.detach(), parse("w8" if scheme == "w4:asym" else scheme)).dequantized().double()
+    x = w[ids]
+    torch.testing.assert_close(after.run(ids)[0].double(), x @ w.T + x.tanh() @ w.T, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("scheme", ["fp8", "fp8:tensor"])
 def test_a_tied_weight_in_e4m3_is_stored_once(scheme):
     was = tied()
@@ -170,7 +198,7 @@ def test_values_that_are_not_finite_are_refused_by_name(bad):
     name = next(name for name in graph.weights if name.endswith("down_proj_weight"))
     graph.weights[name] = graph.weights[name].clone()
     graph.weights[name][3, 5] = bad
-    with pytest.raises(UserError, match=rf"{name}: 1 values are not finite, the first at \[3, 5\]"): quantized(graph)
+    with pytest.raises(UserError, match=rf"^{name}: 1 value is not finite, the first at \[3, 5\]"): quantized(graph)
 
 
 @pytest.mark.parametrize("width", [40, 48, 17 * 4])
@@ -180,6 +208,27 @@ def test_rows_that_groups_do_not_divide(width, scheme):
     after, _, _ = quantized(was, scheme)
     found = PASS.check(was, after)
     assert 0 < found.error <= 1
+
+
+@pytest.mark.parametrize("scheme", ["w4:asym", "w4:channel"])
+@pytest.mark.parametrize("method", METHODS)
+def test_zeros_stay_zeros_by_every_method(scheme, method):
+    """FIELD R19: rows of zeros, a column, and a whole weight, as pruning leaves them."""
+    was = step()
+    names = {part: next(n for n in was.weights if n.endswith(f"layers_0_{part}_weight")) for part in ("mlp_down_proj", "self_attn_o_proj")}
+    for name in names.values(): was.weights[name] = was.weights[name].clone()
+    down, o = (was.weights[name] for name in names.values())
+    down[3], down[:, 7], o[:] = 0, 0, 0
+    after, _, _ = quantized(was, scheme, method)
+    assert PASS.check(was, after).error <= 2
+    found = {str(node.args[0].target).removesuffix("_codes"): node for node in after.nodes if node.target is infc.dequantize.default}
+    means = {part: infc.dequantize.default(*(None if a is None else after.weights[str(a.target)] for a in found[name].args[:3]),
+                                           *found[name].args[3:]) for part, name in names.items()}
+    assert torch.equal(means["self_attn_o_proj"], torch.zeros(32, 32)) and torch.equal(means["mlp_down_proj"][3], torch.zeros(48))
+    assert all(bool((after.weights[str(node.args[1].target)] > 0).all()) for node in found.values())
+    for sample in after.sample_inputs():
+        for ours, theirs in zip(after.run(*map(torch.clone, sample)), was.run(*map(torch.clone, sample)), strict=True):
+            assert torch.equal(ours.isnan(), theirs.isnan())
 
 
 def test_stops_where_it_is_told_to():

@@ -75,6 +75,22 @@ def test_the_up_half_of_a_gate_takes_the_factors_of_what_reads_it():
     assert torch.equal(after.weights[name][:48], expected[:48]) and torch.equal(after.weights[name][48:], expected[48:] / s[:, None])
 
 
+@pytest.mark.parametrize(("scheme", "method"), [("w8a8:token", "smooth"), ("w4:asym", "awq"), ("w4", "awq")])
+def test_channels_of_zeros_move_nothing_and_stay_zeros(scheme, method):
+    """FIELD R19: a norm that switches channels off, columns that no row reads, and a product that gives nothing at all."""
+    was = made().copy()
+    for name in [n for n in was.weights if "layernorm" in n or "gate_up" in n or "down" in n]: was.weights[name] = was.weights[name].clone()
+    norm, columns, nothing = (next(n for n in was.weights if part in n) for part in ("0_input_layernorm", "0_mlp_gate_up", "1_mlp_down"))
+    was.weights[norm][[5, 9]], was.weights[columns][:, [2, 7]], was.weights[nothing][:] = 0, 0, 0
+    after, _, fired = smoothed(was, scheme, method)
+    assert fired >= 1 and all(bool(w.isfinite().all()) for w in after.weights.values())
+    assert bool((after.weights[norm][[5, 9]] == 0).all() and (after.weights[columns][:, [2, 7]] == 0).all())
+    assert bool((after.weights[nothing] == 0).all())
+    for sample in was.sample_inputs.thorough():
+        for ours, theirs in zip(after.run(*map(torch.clone, sample)), was.run(*map(torch.clone, sample)), strict=True):
+            assert torch.equal(ours, theirs)
+
+
 @pytest.mark.parametrize("method", ["rtn", "mse", "gptq"])
 def test_other_methods_move_nothing(method):
     graph = made()

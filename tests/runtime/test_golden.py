@@ -2,6 +2,8 @@
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from infc.runtime import golden
 from infc.runtime.errors import RuntimeFault
 from infc.runtime.golden import Case
@@ -44,6 +46,22 @@ def test_a_token_that_is_not_its_logits_argmax_fails(fake, monkeypatch):
         monkeypatch.setattr(type(model.executor), "tokens", lambda self, rows: [7] * rows)
         report = golden.replay(model)
         assert not report.passed and report.wrong_tokens and report.error <= 1e-6
+
+
+@given(st.integers(1, 400), st.integers(0, 9), st.floats(0, 80), st.sampled_from([1e-3, 1.0, 40.0]), st.integers(0, 99))
+def test_every_draw_leaves_room_for_rounding(vocab, few, above, size, seed):
+    """However far some tokens stand above the rest: the token's interval, counted anew in fp64, holds the fp32 number and 1e-6 about it."""
+    logits = np.random.default_rng(seed).standard_normal(vocab).astype(np.float32) * np.float32(size)
+    logits[:few] += np.float32(above * size)
+    for sampling, uniform, token in golden._kinds(logits):
+        order = np.argsort(-logits.astype(float), kind="stable")
+        mass = np.exp((logits.astype(float)[order] - logits.max()) / sampling.temperature)
+        mass /= mass.sum()
+        kept = min(sampling.top_k or vocab, int(np.searchsorted(np.cumsum(mass), sampling.top_p)) + 1, vocab)
+        if sampling.top_p < 1: assert np.abs(np.cumsum(mass) - sampling.top_p).min() > 1e-6
+        share = np.concatenate(([0], np.cumsum(mass[:kept] / mass[:kept].sum())))
+        at = order.tolist().index(token)
+        assert at < kept and share[at] + 1e-6 < np.float32(uniform) < share[at + 1] - 1e-6
 
 
 def test_kl_of_a_flatter_distribution(fake):

@@ -37,6 +37,20 @@ def test_outputs_stay_what_they_are(fake, model):
             assert np.array_equal(values, [fake.logits(list(range(i + 1)))])
 
 
+def test_sizes_are_served_by_the_buckets_recordings_alone(fake, model):
+    """FIELD R36: lengths 1..199 of one and two sequences, twice over; the second sweep finds all it needs and keeps nothing more."""
+    def sweep() -> dict[str, int]:
+        for n in range(1, 200, 3):
+            with model.sequence() as a, model.sequence() as b:
+                found = model.step([a] if n % 2 else [a, b], [[1] * n] if n % 2 else [[1] * n, [2]]).logits[0]
+                assert np.array_equal(found, [fake.logits([1] * n)])
+        return dict(model.counters)
+
+    first, second = sweep(), sweep()
+    assert first["entries"] == first["misses"] == 3 and second["hits"] > first["hits"] > 0
+    assert all(second[name] == first[name] for name in ("entries", "misses", "bytes", "evictions", "stale", "kv_blocks_peak"))
+
+
 def test_the_static_buffer_is_handed_out_on_request(fake, model):
     """The same memory at every step: what was there is overwritten, and nobody can write to it."""
     with model.sequence() as a, model.sequence() as b:

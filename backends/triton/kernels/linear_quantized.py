@@ -26,6 +26,7 @@ from ....compiler.ops.swiglu import ACTIVATIONS
 from ..primitives import bytes_as, dot, e4m3_as, e4m3_pairs_of, halves_as, narrow_e4m3, pairs_of, quarters_of
 from ..registry import Emit, Work, kernel
 from ..rows import inverse_scale, power_of_2, refuse_dtypes, refuse_out
+from .kv_write_quantized import largest_of
 from .linear import CTAS, epilogue, lower_combine, parts, splits, store_part, tile, work_of
 
 GROUPS = (32, 64, 128, 256)
@@ -70,7 +71,7 @@ def _round_rows(x_ptr, codes_ptr, scale_ptr, tiny, limit, K: tl.constexpr, GROUP
     k = g[:, None] * GROUP + i[None, :]
     seen = (i < GROUP)[None, :] & (k < K)
     x = tl.load(x_ptr + row * K + k, seen, other=0.0).to(tl.float32)
-    largest = tl.max(tl.abs(x), 1)
+    largest = largest_of(x)                                         # a plain maximum would hide NaN
     codes = x * inverse_scale(largest, tiny, limit)[:, None]        # pyright: ignore[reportGeneralTypeIssues]
     if not FLOATS: codes = codes + 12582912.0 - 12582912.0          # 1.5 * 2**23: no fraction is left, ties went to even
     codes = tl.minimum(tl.maximum(codes, -limit), limit)
