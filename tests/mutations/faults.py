@@ -192,7 +192,7 @@ KERNELS = (
             "f32x16 sum = l[i], zero"),
     _kernel("attention: values not rescaled to the new maximum", "llama", "attention",
             "fma(load16(at), splat(FINE && done ? 1.0f : alpha[r]), scaled(tile.total(r, i)))", "load16(at) + scaled(tile.total(r, i))"),
-    _kernel("attention: all kv heads read the first one's pages", "llama", "attention", "* kv_heads + item.head;", "* kv_heads;"),
+    _kernel("attention: all kv heads read the first one's pages", "llama", "attention", "block(item, p), item.head, PAGE_BYTES", "block(item, p), 0, PAGE_BYTES"),
     _kernel("attention: the last key's value is left out", "llama", "attention", "? last_pos + 1 - c.first_token : c.pages * PAGE;",
             "? last_pos - c.first_token : c.pages * PAGE;"),
     _kernel("attention: a part done by another thread is not added", "llama", "attention", "st.l[i] = st.l[i] * a + part.l[i] * b;",
