@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .blocks import Holder, blocks_for
 from .manifest import BLOCK
@@ -39,8 +39,9 @@ def sizes(works: Sequence[Work]) -> dict[str, int]:
     return {"T": tokens, "N": len(works), "R": rows, "M": width}
 
 
-def fill(inputs: Mapping[str, memoryview], works: Sequence[Work], width: int) -> None:
-    """Write the inputs of a step. Every sequence must own the blocks it needs. width: of the block table's rows.
+def fill(inputs: Mapping[str, Any], works: Sequence[Work], width: int) -> None:
+    """Write the inputs of a step, memoryviews of int32 or float32. Every sequence must own the blocks it needs. width: of the block
+    table's rows.
 
     Item by item where there is one: Python's caches are cold after a step, and each call it does not make is a microsecond.
     """
