@@ -209,10 +209,10 @@ KERNELS = (
     _kernel("rope: the sign of the second half", "llama", "rope", "store_some(x + half + i, b * c + a * s, n);",
             "store_some(x + half + i, b * c - a * s, n);"),
     _kernel("rope: values are turned as well", "llama", "rope",
-            "C cached[MAX_HEAD];\n    for (int64_t u = mine.begin; u < mine.end; u++) {\n"
+            "C cached[MAX_HEAD];\n    const Blocks blocks{kv_heads, r->kv_run};\n    for (int64_t u = mine.begin; u < mine.end; u++) {\n"
             "        int64_t t = u / heads, h = u % heads, slot = static_cast<const int32_t*>(slots)[t];\n"
             "        load_row(row, static_cast<const X*>(qkv) + u * dims, dims);\n        if (h < q_heads + kv_heads)",
-            "C cached[MAX_HEAD];\n    for (int64_t u = mine.begin; u < mine.end; u++) {\n"
+            "C cached[MAX_HEAD];\n    const Blocks blocks{kv_heads, r->kv_run};\n    for (int64_t u = mine.begin; u < mine.end; u++) {\n"
             "        int64_t t = u / heads, h = u % heads, slot = static_cast<const int32_t*>(slots)[t];\n"
             "        load_row(row, static_cast<const X*>(qkv) + u * dims, dims);\n        if (h < heads)"),
     _kernel("codes: their middle is not taken off", "llama", "quantized", "row->start = -W::MIDDLE * codes;", "row->start = 0;",
