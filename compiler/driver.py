@@ -691,7 +691,7 @@ def _hash_only(folder: Path) -> dict[str, Any]:
 
 def _kv_buffer(name: str, fake: torch.Tensor) -> KvBuffer:
     heads, block, head_dim = (int(size) for size in fake.shape[1:])
-    return KvBuffer(name, NAMES[fake.dtype], heads * block * head_dim * fake.element_size())
+    return KvBuffer(name, NAMES[fake.dtype], heads * block * head_dim * fake.element_size(), heads)
 
 
 def _summary(programs: list[Program], placement: Placement) -> dict[str, dict[str, int]]:

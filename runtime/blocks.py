@@ -1,6 +1,5 @@
 """The KV pool: blocks of 32 tokens handed to sequences and taken back, zeroed before anyone else sees them."""
 
-import ctypes
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from threading import RLock
@@ -16,17 +15,16 @@ def blocks_for(tokens: int) -> int:
 
 
 class BlockPool:
-    """`count` blocks in every KV buffer. A block is one index, the same in all buffers.
+    """`count` blocks. A block is one index, the same in every KV buffer.
 
     A kernel may read a whole block and mask what lies behind the sequence's end, and 0 * NaN is NaN: so a block is zeros when it
     is handed out. Fresh memory is zeros already; only a block that was used before is cleared.
     """
 
-    def __init__(self, count: int, buffers: Seq[tuple[int, int]], fill: Callable[[int, int, int], object] = ctypes.memset) -> None:
-        """buffers: (address, bytes of one block) of each KV buffer. fill(address, byte, size): sets memory where they lie."""
+    def __init__(self, count: int, fill: Callable[[int, int, int], object]) -> None:
+        """fill(first, count, byte): sets every byte of `count` blocks from `first` on, in all buffers."""
         self.count = count
         self.peak = 0
-        self._buffers = tuple(buffers)
         self._fill = fill
         self._fresh = 0  # blocks from here on were never used
         self._used: list[int] = []  # given back; the last one is still warm
@@ -89,8 +87,7 @@ class BlockPool:
         """Set every bit of the used blocks that are free, NaN in any float type: whoever is handed one uncleared will show it."""
         with self._lock:
             for first, count in _runs(sorted(self._used)):
-                for address, size in self._buffers:
-                    self._fill(address + first * size, 0xFF, count * size)
+                self._fill(first, count, 0xFF)
 
     def recover(self) -> None:
         """Count again from the holders alive: what an interrupt cut off, or a caller dropped without closing, comes back."""
@@ -102,8 +99,7 @@ class BlockPool:
 
     def _clear(self, blocks: Seq[int]) -> None:
         for first, count in _runs(sorted(blocks)):
-            for address, size in self._buffers:
-                self._fill(address + first * size, 0, count * size)
+            self._fill(first, count, 0)
 
 
 class Holder:

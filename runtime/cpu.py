@@ -11,9 +11,10 @@ from typing import Any
 
 from .artifact import Artifact
 from .batch import Work, fill
-from .buffers import Layout, view
 from .buffers import Region as Memory
+from .buffers import view
 from .errors import RuntimeFault
+from .kv_runs import KvRuns
 from .library import Library, default_threads
 from .manifest import BLOCK
 from .places import FLOATS, Places, Region, step_io
@@ -42,7 +43,9 @@ class Executor:
             manifest = artifact.manifest
             self._arena_bytes = max((b.arena_bytes for b in manifest.buckets), default=0)
             self._arena = self._region(self._arena_bytes, "arena", huge=True)
-            self.kv = self._allocate_kv()
+            self._kv_runs = KvRuns(manifest.kv, kv_blocks)
+            self._kv_pool = self._region(self._kv_runs.bytes, "KV pool", huge=True)
+            self.library.kv_run(self._kv_runs.run_bytes)
             self._weights = self._region(manifest.weights.data_bytes if manifest.weights else 0, "weights", huge=True)
             self.upload(artifact)
         except BaseException:
@@ -54,17 +57,6 @@ class Executor:
         base = self._region(io.bytes, "inputs and outputs", huge=False).address
         self._io = io.at(base)
         self.views = {name: view(place.address, place.bytes // 4, "f" if name in FLOATS else "i") for name, place in self._io.items()}
-
-    def _allocate_kv(self) -> dict[str, tuple[int, int]]:
-        """(address, bytes of a block) of each KV buffer.
-
-        In 4 KiB pages: the first block of every layer would make a 2 MiB page each real, 120 MB for the first token of 30
-        layers. KV is a few percent of what a decode step reads.
-        """
-        layout = Layout()
-        offsets = {b.name: layout.place(b.block_bytes * self.kv_blocks) for b in self.artifact.manifest.kv}
-        base = self._region(layout.size, "KV pool", huge=False).address
-        return {b.name: (base + offsets[b.name], b.block_bytes) for b in self.artifact.manifest.kv}
 
     def _region(self, size: int, what: str, huge: bool) -> Memory:
         region = Memory(size, what, huge)
@@ -109,11 +101,13 @@ class Executor:
         return {name: Region(self._weights.address + p.start, p.stop - p.start) for name, p in self.artifact.places.items()}
 
     def _kv_places(self) -> dict[str, Region]:
-        return {name: Region(*place) for name, place in self.kv.items()}
+        base, offsets = self._kv_pool.address, self._kv_runs.offsets
+        return {b.name: Region(base + offsets[b.name], b.block_bytes) for b in self.artifact.manifest.kv}
 
-    def clear(self, address: int, byte: int, size: int) -> None:
-        """Set memory of the KV pool."""
-        ctypes.memset(address, byte, size)
+    def clear(self, first: int, count: int, byte: int) -> None:
+        """Set every byte of `count` KV blocks from `first` on."""
+        for offset, size in self._kv_runs.ranges(first, count):
+            ctypes.memset(self._kv_pool.address + offset, byte, size)
 
     def fill(self, works: Sequence[Work], live: Mapping[str, int], bucket: Mapping[str, int]) -> None:
         """Write the inputs of a step. Kernels take live sizes, whatever the bucket."""
@@ -147,8 +141,7 @@ class Executor:
 
     def memory(self) -> dict[str, int]:
         """Bytes reserved for each purpose. KV pages become real when they are first written."""
-        kv = sum(size * self.kv_blocks for _, size in self.kv.values())
-        return {"weights": self._weights.size, "arena": self._arena_bytes, "kv": kv, "huge_pages": int(self._weights.huge)}
+        return {"weights": self._weights.size, "arena": self._arena_bytes, "kv": self._kv_runs.bytes, "huge_pages": int(self._weights.huge)}
 
     def close(self) -> None:
         """Stop the threads and give all memory back."""

@@ -131,9 +131,12 @@ class GpuExecutor:
         """Raise RuntimeFault where the model is closed."""
         if not self._open: raise RuntimeFault(f"{self._where}: the model is closed; load it again")
 
-    def clear(self, address: int, byte: int, size: int) -> None:
-        """Set memory of the KV pool; not to zeros, as kernels here load no key behind a sequence's end, and a block costs 60 calls."""
-        if byte: self.device.fill(address, byte, size)
+    def clear(self, first: int, count: int, byte: int) -> None:
+        """Set every byte of `count` KV blocks from `first` on; not to zeros, as kernels here load no key behind a sequence's end, and a
+        block costs 60 calls.
+        """
+        if not byte: return
+        for address, size in self.kv.values(): self.device.fill(address + first * size, byte, count * size)
 
     def tokens(self, rows: int) -> list[int]:
         """The first `rows` tokens of the last step."""

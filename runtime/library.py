@@ -14,6 +14,7 @@ SPIN_US = 2000
 _ABI: dict[str, tuple[type | None, list[type]]] = {
     "infc_pool_create": (c_void_p, [c_int, c_int64]),
     "infc_pool_destroy": (None, [c_void_p]),
+    "infc_pool_kv": (None, [c_void_p, c_int64]),
     "infc_pool_run": (c_int, [c_void_p, c_void_p, c_int64, c_void_p, c_void_p]),
     "infc_pool_read": (c_uint64, [c_void_p, c_void_p, c_int64]),
     "infc_pool_copy": (c_uint32, [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p]),
@@ -62,6 +63,10 @@ class Library:
             raise RuntimeFault(f"{self.where}: the model is closed; load it again")
         if os.getpid() != self._pid:
             raise RuntimeFault(f"{self.where}: loaded before this process was forked, so it has no threads; load it here")
+
+    def kv_run(self, run_bytes: int) -> None:
+        """Say how far apart the runs of KV blocks lie, before a step reads one."""
+        self._code.infc_pool_kv(self._pool, run_bytes)
 
     def run(self, steps: int, count: int, dims: "ctypes.Array[c_int64]", stamps: "ctypes.Array[c_uint64] | None") -> None:
         """Run `count` steps of the table at address `steps`."""

@@ -7,7 +7,7 @@ import msgspec
 from .errors import RuntimeFault
 from .program import Kernel
 
-SCHEMA = 1
+SCHEMA = 2
 MANIFEST = "manifest.json"
 BLOCK = 32
 """Tokens in one KV block."""
@@ -42,6 +42,7 @@ class KvBuffer(msgspec.Struct, frozen=True):
     name: str
     dtype: str
     block_bytes: int  # one block of `BLOCK` tokens
+    heads: int  # of equal parts of it
 
 
 class ModelInfo(msgspec.Struct, frozen=True):

@@ -61,7 +61,7 @@ class Stepper:
         self.artifact = artifact
         self.executor = executor
         self.limits = limits
-        self.pool = BlockPool(executor.kv_blocks, list(executor.kv.values()), executor.clear)
+        self.pool = BlockPool(executor.kv_blocks, executor.clear)
         self.cache: ReplayCache[StepTable | GpuTable] = ReplayCache(executor.cache_bytes)
         self.steps = 0
         self.lock = RLock()                                 # a step checks, runs and undoes what it did in one turn

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...compiler.ops.codes import groups, pack_codes, unpack_codes
+from ...runtime.kv_runs import RUN
 
 COLUMNS = 32
 CODES_K = 32                   # k of a block of codes
@@ -144,17 +145,29 @@ TOGETHER = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4}
 _K_BIAS = -128                 # a K code lies as code + 128: its top bit is flipped
 
 
+def in_runs(cache: Tensor) -> Tensor:
+    """[P, Hkv, ...] as it lies: [runs, Hkv, RUN, ...], the last run filled up with zeros."""
+    full = torch.cat((cache, cache.new_zeros((-cache.shape[0] % RUN, *cache.shape[1:]))))
+    return full.view(-1, RUN, *cache.shape[1:]).transpose(1, 2).contiguous()
+
+
+def out_of_runs(runs: Tensor, blocks: int) -> Tensor:
+    """The inverse of in_runs."""
+    return runs.transpose(1, 2).flatten(0, 1)[:blocks].contiguous()
+
+
 def pack_k(cache: Tensor) -> Tensor:
-    """K [P, Hkv, 32, D] as the kernels lay it out, same shape and bytes: bf16 [D/2][32][2], fp32 [D][32], codes [D/4][32][4] of
-    code + 128 per block and head."""
+    """K [P, Hkv, 32, D] as the kernels lay it out, in runs: bf16 [D/2][32][2], fp32 [D][32], codes [D/4][32][4] of code + 128 per block
+    and head."""
     p, heads, block, d = cache.shape
     width = TOGETHER[cache.dtype]
     if cache.dtype == torch.int8: cache = cache ^ _K_BIAS
-    return cache.view(p, heads, block, d // width, width).transpose(2, 3).reshape(cache.shape).contiguous()
+    return in_runs(cache.view(p, heads, block, d // width, width).transpose(2, 3).reshape(cache.shape))
 
 
-def unpack_k(cache: Tensor) -> Tensor:
+def unpack_k(runs: Tensor, blocks: int) -> Tensor:
     """The inverse of pack_k."""
+    cache = out_of_runs(runs, blocks)
     p, heads, block, d = cache.shape
     width = TOGETHER[cache.dtype]
     if cache.dtype == torch.int8: cache = cache ^ _K_BIAS
@@ -162,14 +175,15 @@ def unpack_k(cache: Tensor) -> Tensor:
 
 
 def pack_v(cache: Tensor) -> Tensor:
-    """V [P, Hkv, 32, D] as the kernels lay it out: bf16 [16][D][2] (pairs of tokens), fp32 as it is, codes [8][D][4]."""
+    """V [P, Hkv, 32, D] as the kernels lay it out, in runs: bf16 [16][D][2] (pairs of tokens), fp32 as it is, codes [8][D][4]."""
     p, heads, block, d = cache.shape
     width = TOGETHER[cache.dtype]
-    return cache.view(p, heads, block // width, width, d).transpose(3, 4).reshape(cache.shape).contiguous()
+    return in_runs(cache.view(p, heads, block // width, width, d).transpose(3, 4).reshape(cache.shape))
 
 
-def unpack_v(cache: Tensor) -> Tensor:
+def unpack_v(runs: Tensor, blocks: int) -> Tensor:
     """The inverse of pack_v."""
+    cache = out_of_runs(runs, blocks)
     p, heads, block, d = cache.shape
     width = TOGETHER[cache.dtype]
     return cache.view(p, heads, block // width, d, width).transpose(3, 4).reshape(cache.shape).contiguous()

@@ -150,7 +150,7 @@ def _products(m: TimedPool, big: np.ndarray, cases: dict[str, Callable[[], float
 
 
 def _attentions(m: TimedPool, cases: dict[str, Callable[[], float]], cold_bytes: int) -> None:
-    """Prefill and decode over cached keys, and decode over blocks scattered in memory."""
+    """Prefill and decode over cached keys, and decode over blocks of which SHORT at a time lie together, the rest scattered in memory."""
     block = HEADS * 32 * HEAD                                 # elements of one block of keys
     for dtype, item in (("bf16", 2), ("f32", 4)):
         kind = np.uint16 if item == 2 else np.float32
@@ -164,9 +164,10 @@ def _attentions(m: TimedPool, cases: dict[str, Callable[[], float]], cold_bytes:
             row = [q.ctypes.data, kv.ctypes.data, values, *(a.ctypes.data for a in (start, lens, table, y))]
             cases[f"{name}_{dtype}"] = m.steps(f"attention_{dtype}", [row] * 4, [tokens, 1, 0, pages])
     pages = 32                                                # of the longer context; both read the same scattered blocks
-    kv = m.memory(cold_bytes // (2 * block * 2) * 2 * block * 2, huge=False)
-    half, blocks = kv.nbytes // 2, kv.nbytes // (2 * block * 2)
-    order = np.random.default_rng(1).permutation(blocks // (SEQUENCES * pages) * SEQUENCES * pages).reshape(-1, SEQUENCES * pages)
+    blocks = cold_bytes // (2 * block * 2) // (SEQUENCES * pages) * SEQUENCES * pages      # whole runs (runtime/kv_runs.py)
+    kv = m.memory(2 * blocks * block * 2)
+    half = kv.nbytes // 2
+    order = np.random.default_rng(1).permutation(blocks // SHORT)[:, None] * SHORT + np.arange(SHORT)
     start, q, y = m.ints(np.arange(SEQUENCES + 1)), m.memory(1 << 16), m.memory(1 << 16)
     for name, used in (("kv_short", SHORT), ("kv_long", pages)):
         lens, tables = m.ints(np.full(SEQUENCES, used * 32)), []
@@ -175,7 +176,7 @@ def _attentions(m: TimedPool, cases: dict[str, Callable[[], float]], cold_bytes:
             tables.append([q.ctypes.data, kv.ctypes.data, kv.ctypes.data + half, *(a.ctypes.data for a in (start, lens, table, y))])
         cases[name] = m.steps("attention_bf16", tables, [SEQUENCES, SEQUENCES, 0, used])
     x, tables = m.memory(SEQUENCES * HEADS * HEAD * 4, np.float32), []
-    for row in order.reshape(-1, SEQUENCES):                  # one token to each of so many scattered blocks
+    for row in order[:, 0].reshape(-1, SEQUENCES):            # one token to each of so many scattered blocks
         slots = m.ints(row * 32)
         tables.append([x.ctypes.data, x.ctypes.data, kv.ctypes.data, kv.ctypes.data + half, slots.ctypes.data])
     cases["kv_write"] = m.steps("kv_write", tables, [SEQUENCES])

@@ -29,11 +29,10 @@ class TimedPool:
     def close(self) -> None:
         self.lib.infc_pool_destroy(self.pool)
 
-    def memory(self, size: int, dtype: type = np.uint16, *, huge: bool = True) -> np.ndarray:
+    def memory(self, size: int, dtype: type = np.uint16) -> np.ndarray:
         """Random values near 1 (bf16 as uint16, or float32): a constant would be read faster than real data."""
         room = mmap.mmap(-1, size + (4 << 20), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if huge: room.madvise(mmap.MADV_HUGEPAGE)
-        elif hasattr(mmap, "MADV_NOHUGEPAGE"): room.madvise(mmap.MADV_NOHUGEPAGE)
+        room.madvise(mmap.MADV_HUGEPAGE)
         whole = np.frombuffer(room, np.uint8)
         start = -whole.ctypes.data % (2 << 20)
         values = whole[start: start + size].view(dtype)

@@ -8,7 +8,7 @@ from cpu_kernels import CONTEXT, ISAS, Library, M, N, P, T, call, judge, judge_s
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from infc.backends.cpu import claims
-from infc.backends.cpu.pack import pack_k, pack_v, unpack_k, unpack_v
+from infc.backends.cpu.pack import in_runs, out_of_runs, pack_k, pack_v, unpack_k, unpack_v
 from infc.compiler.ops.attention import visible, weigh
 from infc.compiler.ops.kv_quantized import read, stored
 from infc.compiler.ops.registry import by_name
@@ -107,10 +107,8 @@ def step(kind: str, work: Sequence[tuple[int, int]], seed: int, padding: int = 2
 
 
 def run(library: Library, kind: str, s: Step, threads: int) -> Tensor:
-    k, k_scale, v, v_scale = s.caches
-    given = {"q": s.q, "k_cache": pack_k(k), "k_scale": k_scale, "v_cache": pack_v(v), "v_scale": v_scale, "query_start": s.query_start,
-             "context_len": s.context_len, "block_table": s.block_table}
-    (found,) = library.run(kind, given, [len(s.q), len(s.context_len), 0, s.block_table.shape[1], len(k)], threads)
+    given = {"q": s.q, **physical(s.caches), "query_start": s.query_start, "context_len": s.context_len, "block_table": s.block_table}
+    (found,) = library.run(kind, given, [len(s.q), len(s.context_len), 0, s.block_table.shape[1], len(s.caches[0])], threads)
     return found
 
 
@@ -199,11 +197,12 @@ def zeros(pool: int, heads: int, d: int) -> list[Tensor]:
 
 
 def physical(parts: Sequence[Tensor]) -> dict[str, Tensor]:
-    return {"k_cache": pack_k(parts[0]), "k_scale": parts[1].clone(), "v_cache": pack_v(parts[2]), "v_scale": parts[3].clone()}
+    return {"k_cache": pack_k(parts[0]), "k_scale": in_runs(parts[1]), "v_cache": pack_v(parts[2]), "v_scale": in_runs(parts[3])}
 
 
-def logical(found: dict[str, Tensor]) -> list[Tensor]:
-    return [unpack_k(found["k_cache"]), found["k_scale"], unpack_v(found["v_cache"]), found["v_scale"]]
+def logical(found: dict[str, Tensor], pool: int) -> list[Tensor]:
+    return [unpack_k(found["k_cache"], pool), out_of_runs(found["k_scale"], pool),
+            unpack_v(found["v_cache"], pool), out_of_runs(found["v_scale"], pool)]
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -217,7 +216,7 @@ def test_kv_write_gives_the_reference_codes(library: Library, threads: int) -> N
     given = physical(expected)
     assert library.run("plain-write", {"k": k, "v": v, "slots": slots, **given}, [20], threads) == ()
     by_name("infc::kv_write_quantized").reference(k, v, *expected, slots, "int8")
-    for found, wanted in zip(logical(given), expected, strict=True): assert torch.equal(found, wanted)
+    for found, wanted in zip(logical(given, 2), expected, strict=True): assert torch.equal(found, wanted)
 
 
 def test_what_cannot_be_held_is_nan_where_it_is_read(library: Library) -> None:
@@ -225,7 +224,7 @@ def test_what_cannot_be_held_is_nan_where_it_is_read(library: Library) -> None:
     k[0, 1, 5], v[1, 2, 31], v[2, 0, 0] = torch.nan, torch.inf, -torch.inf
     given = physical(zeros(1, 3, 32))
     library.run("plain-write", {"k": k, "v": v, "slots": torch.arange(3, dtype=I32), **given}, [3], 2)
-    codes_k, k_scale, codes_v, v_scale = logical(given)
+    codes_k, k_scale, codes_v, v_scale = logical(given, 1)
     for codes, scale, wide in ((codes_k, k_scale, k), (codes_v, v_scale, v)):
         meant = read(codes, scale, F32)[0, :, :3].transpose(0, 1)
         assert torch.equal(meant.isnan().all(-1), ~wide.isfinite().all(-1)) and torch.equal(meant.isnan().any(-1), ~wide.isfinite().all(-1))
@@ -247,7 +246,7 @@ def test_rope_kv_write(library: Library, interleaved: bool) -> None:
             k64, v64 = (torch.full((4, 2, 32, 48), torch.nan, dtype=torch.float64) for _ in "kv")
             exact = wide(qkv.double(), cos.double(), sin.double(), k64, v64, slots, 4, 2, interleaved)
             judge(q.view(-1, 48), plain.view(-1, 48), exact.view(-1, 48))
-            found = logical(given)
+            found = logical(given, 4)
             for codes, scale, meant in ((found[0], found[1], k64), (found[2], found[3], v64)):
                 there = ~meant.isnan()
                 off = ((read(codes, scale, torch.float64) - meant).abs() / scale)[there]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from infc.backends.cpu.pack import CODED, LAYOUTS, pack_k, pack_v, unpack, unpack_k, unpack_v
+from infc.backends.cpu.pack import CODED, LAYOUTS, in_runs, out_of_runs, pack_k, pack_v, unpack, unpack_k, unpack_v
 from infc.compiler.ops.codes import groups, pack_codes
 
 WIDE = sorted(set(LAYOUTS) - {layout.name for layout in CODED})
@@ -38,13 +38,23 @@ def test_swiglu_panels_pair_gate_with_up() -> None:
 
 @pytest.mark.parametrize("dtype", [*DTYPES.values(), torch.int8], ids=str)
 def test_caches(dtype: torch.dtype) -> None:
-    cache = torch.arange(-128, 128).repeat(36).view(3, 2, 32, 48).to(dtype) if dtype == torch.int8 else torch.randn(3, 2, 32, 48).to(dtype)
-    assert torch.equal(unpack_k(pack_k(cache)), cache) and torch.equal(unpack_v(pack_v(cache)), cache)
-    k, v, width = pack_k(cache).view(3, 2, -1), pack_v(cache).view(3, 2, -1), {torch.bfloat16: 2, torch.int8: 4}.get(dtype, 1)
+    shape = (19, 2, 32, 48)
+    cache = torch.arange(-128, 128).repeat(228).view(shape).to(dtype) if dtype == torch.int8 else torch.randn(shape).to(dtype)
+    assert torch.equal(unpack_k(pack_k(cache), 19), cache) and torch.equal(unpack_v(pack_v(cache), 19), cache)
+    k, v = (out_of_runs(pack(cache), 19).view(19, 2, -1) for pack in (pack_k, pack_v))
+    width = {torch.bfloat16: 2, torch.int8: 4}.get(dtype, 1)
     if dtype == torch.int8: k = (k.view(torch.uint8).short() - 128).to(torch.int8)                  # of code + 128
     for t, d in ((0, 0), (31, 47), (5, 2), (6, 7)):
         assert torch.equal(k[:, :, d // width * 32 * width + t * width + d % width], cache[:, :, t, d])
         assert torch.equal(v[:, :, t // width * 48 * width + d * width + t % width], cache[:, :, t, d])
+
+
+def test_runs_keep_the_blocks_of_a_head_together() -> None:
+    cache = torch.arange(35 * 3 * 2).view(35, 3, 2)
+    runs = in_runs(cache)
+    assert runs.shape == (3, 3, 16, 2) and torch.equal(out_of_runs(runs, 35), cache)
+    for block, head in ((0, 0), (15, 2), (16, 0), (34, 1)):
+        assert torch.equal(runs.view(-1, 2)[(block // 16 * 3 + head) * 16 + block % 16], cache[block, head])
 
 
 def test_a_layout_refuses_another_dtype() -> None:

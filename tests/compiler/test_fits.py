@@ -19,7 +19,7 @@ def on_gpu(arch: str = "sm_90a", target: str = "h200", shared: int = 0, weights:
     made = Manifest(
         name="m", version="v", target=target, machine="cuda", isa=(), dtype="bf16", contract="exact",
         model=ModelInfo("m", vocab=512, max_positions=4096), kernels=kernels,
-        kv=tuple(KvBuffer(name, "bf16", 32_768 * BLOCK) for name in ("k", "v")),
+        kv=tuple(KvBuffer(name, "bf16", 32_768 * BLOCK, 8) for name in ("k", "v")),
         buckets=(BucketInfo("step_T1", "p", {"T": 1}, 10**6, 2), BucketInfo("step_T16", "p", {"T": 16}, 10**7, 2)),
         weights=WeightsInfo("weights.safetensors", 0, weights, 1 << 20, (), ""))
     return msgspec.structs.replace(made, **others)

@@ -192,7 +192,7 @@ KERNELS = (
             "f32x16 sum = l[i], zero"),
     _kernel("attention: values not rescaled to the new maximum", "llama", "attention",
             "fma(load16(at), splat(FINE && done ? 1.0f : alpha[r]), scaled(tile.total(r, i)))", "load16(at) + scaled(tile.total(r, i))"),
-    _kernel("attention: all kv heads read the first one's pages", "llama", "attention", "* kv_heads + item.head;", "* kv_heads;"),
+    _kernel("attention: all kv heads read the first one's pages", "llama", "attention", "block(item, p), item.head, PAGE_BYTES", "block(item, p), 0, PAGE_BYTES"),
     _kernel("attention: the last key's value is left out", "llama", "attention", "? last_pos + 1 - c.first_token : c.pages * PAGE;",
             "? last_pos - c.first_token : c.pages * PAGE;"),
     _kernel("attention: a part done by another thread is not added", "llama", "attention", "st.l[i] = st.l[i] * a + part.l[i] * b;",
@@ -209,10 +209,10 @@ KERNELS = (
     _kernel("rope: the sign of the second half", "llama", "rope", "store_some(x + half + i, b * c + a * s, n);",
             "store_some(x + half + i, b * c - a * s, n);"),
     _kernel("rope: values are turned as well", "llama", "rope",
-            "C cached[MAX_HEAD];\n    for (int64_t u = mine.begin; u < mine.end; u++) {\n"
+            "C cached[MAX_HEAD];\n    const Blocks blocks{kv_heads, r->kv_run};\n    for (int64_t u = mine.begin; u < mine.end; u++) {\n"
             "        int64_t t = u / heads, h = u % heads, slot = static_cast<const int32_t*>(slots)[t];\n"
             "        load_row(row, static_cast<const X*>(qkv) + u * dims, dims);\n        if (h < q_heads + kv_heads)",
-            "C cached[MAX_HEAD];\n    for (int64_t u = mine.begin; u < mine.end; u++) {\n"
+            "C cached[MAX_HEAD];\n    const Blocks blocks{kv_heads, r->kv_run};\n    for (int64_t u = mine.begin; u < mine.end; u++) {\n"
             "        int64_t t = u / heads, h = u % heads, slot = static_cast<const int32_t*>(slots)[t];\n"
             "        load_row(row, static_cast<const X*>(qkv) + u * dims, dims);\n        if (h < heads)"),
     _kernel("codes: their middle is not taken off", "llama", "quantized", "row->start = -W::MIDDLE * codes;", "row->start = 0;",

@@ -88,7 +88,7 @@ class Fake:
             name="fake", version=version, target="cpu", machine=this_cpu().machine, isa=tuple(isa), dtype="fp32", contract="exact",
             model=ModelInfo("fake", VOCAB, POSITIONS, (EOS,), layers=1, chat_template=template, special_tokens={"eos_token": "<end>"}),
             created_with={"infc": "0"},
-            kv=(KvBuffer("k_cache_0", "f32", BLOCK * 4), KvBuffer("v_cache_0", "f32", BLOCK * 4)),
+            kv=(KvBuffer("k_cache_0", "f32", BLOCK * 4, 1), KvBuffer("v_cache_0", "f32", BLOCK * 4, 1)),
             kernels=tuple(Kernel(f"h{s}", s, f"k_{s}", f"infc.{s}.default", "portable") for s in ("write", "hash", "sample")),
             golden=GoldenInfo("golden.safetensors", "max_abs", bound) if golden else None,
         )

@@ -142,7 +142,7 @@ def test_a_pickle_in_its_place_does_not_run(fake):
 def test_other_schemas_are_refused(fake):
     path = fake.write()
     rewrite_manifest(path, schema=99)
-    with pytest.raises(RuntimeFault, match="has schema 99, this infc reads schema 1"):
+    with pytest.raises(RuntimeFault, match="has schema 99, this infc reads schema 2"):
         read(path)
 
 

@@ -13,7 +13,10 @@ class Memory:
 
     def __init__(self, count: int) -> None:
         self.buffers = [(ctypes.c_char * (16 * count))() for _ in range(2)]
-        self.pool = BlockPool(count, [(ctypes.addressof(b), 16) for b in self.buffers])
+        self.pool = BlockPool(count, self.fill)
+
+    def fill(self, first: int, count: int, byte: int) -> None:
+        for buffer in self.buffers: ctypes.memset(ctypes.addressof(buffer) + 16 * first, byte, 16 * count)
 
     def dirty(self) -> None:
         for buffer in self.buffers:

@@ -266,16 +266,21 @@ template <class C, int D> struct Attention {
         const char *k, *v;
         const float *k_scale, *v_scale;
         const int32_t* table;
-        int64_t width, kv_heads;
-        INFC_INLINE int64_t number(const Item& item, int64_t p) const {
-            return int64_t(table[item.sequence * width + item.page + p]) * kv_heads + item.head;
+        int64_t width;
+        Blocks blocks;
+        INFC_INLINE int64_t block(const Item& item, int64_t p) const { return table[item.sequence * width + item.page + p]; }
+        INFC_INLINE int64_t number(const Item& item, int64_t p) const { return block(item, p) * blocks.heads + item.head; }
+        INFC_INLINE const char* page(const char* cache, const Item& item, int64_t p) const {
+            return blocks.at(cache, block(item, p), item.head, PAGE_BYTES);
         }
-        INFC_INLINE const char* page(const char* cache, const Item& item, int64_t p) const { return cache + number(item, p) * PAGE_BYTES; }
+        INFC_INLINE const float* scales_of(const float* scales, const Item& item, int64_t p) const {
+            return blocks.at(scales, block(item, p), item.head, PAGE * sizeof(float));
+        }
         INFC_INLINE void scales(Chunk& c, const Item& item, int64_t p, int64_t to) const {      // of the chunk that begins at page p
             f32x16 odd = splat(0.0f);
             for (int64_t j = 0; j < c.pages; j++) {
-                const float* of_v = v_scale + number(item, p + j) * PAGE;
-                c.k_scale[j] = k_scale + number(item, p + j) * PAGE;
+                const float* of_v = scales_of(v_scale, item, p + j);
+                c.k_scale[j] = scales_of(k_scale, item, p + j);
                 for (int64_t i = 0; i < PAGE; i += 16) {
                     auto there = iota() + splat_i32(int32_t(j * PAGE + i)) < splat_i32(int32_t(c.tokens));
                     f32x16 x = select(there, load16(of_v + i), splat(0.0f));
@@ -283,9 +288,8 @@ template <class C, int D> struct Attention {
                     odd = odd + (x - x);
                 }
                 if (p + CHUNK + j >= to) continue;
-                const int64_t after = number(item, p + CHUNK + j) * PAGE;
-                for (int64_t i = 0; i < PAGE; i += 16)
-                    __builtin_prefetch(k_scale + after + i, 0, 2), __builtin_prefetch(v_scale + after + i, 0, 2);
+                const float *next_k = scales_of(k_scale, item, p + CHUNK + j), *next_v = scales_of(v_scale, item, p + CHUNK + j);
+                for (int64_t i = 0; i < PAGE; i += 16) __builtin_prefetch(next_k + i, 0, 2), __builtin_prefetch(next_v + i, 0, 2);
             }
             c.odd = reduce_add(odd);
         }
@@ -414,7 +418,7 @@ void paged_attention(const infc_run* r, int64_t tokens, int64_t sequences, int64
             for (int64_t i = it.rows; i % As::ROWS; i++) As::pack(x + i * As::Q_LDA, rows + i, from + place(it, it.rows - 1));
             const typename As::Cache cache{static_cast<const char*>(k_cache), static_cast<const char*>(v_cache),
                                            static_cast<const float*>(k_scale), static_cast<const float*>(v_scale),
-                                           static_cast<const int32_t*>(block_table), table_width, kv_heads};
+                                           static_cast<const int32_t*>(block_table), table_width, {kv_heads, r->kv_run}};
             if (As::WIDE && fresh) wide.forget(), fresh = false;
             As::run(it, part.from, part.to, after.item, after.from, x, rows, cache, group, window, typename As::Scale{scale, softcap},
                     wide, st);

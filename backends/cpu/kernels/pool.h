@@ -23,6 +23,7 @@ struct infc_run {
     void* scratch;                       // this thread's, infc::SCRATCH_BYTES, 64-byte aligned
     void* pool;                          // for infc::sync
     int64_t ahead;                       // bytes: weights that stream are fetched into L2 this far ahead
+    int64_t kv_run;                      // bytes from a run of KV blocks to the next (paged.h); 0: each cache lies alone
 };
 typedef void (*infc_kernel)(void* const* buf, const infc_run* run);
 struct infc_step { infc_kernel fn; void* const* buf; };
@@ -108,6 +109,7 @@ struct Pool {
     void* job_data;
     bool stop;
     int64_t ahead;                                       // of this run
+    int64_t kv_run;                                      // of every run
     static constexpr int TRIALS = 32;
     Trial trials[TRIALS];                                // by table, the latest one that has the place
     alignas(64) uint32_t generation;                     // the futex word
@@ -140,7 +142,7 @@ struct Pool {
         }
         const infc_step* table = steps;                  // copied: after the last barrier the caller may already write the
         const int64_t count = n;                         // next run's
-        infc_run run{dims, thread, threads, scratch + thread * SCRATCH_BYTES, this, ahead};
+        infc_run run{dims, thread, threads, scratch + thread * SCRATCH_BYTES, this, ahead, kv_run};
         if (step_ns) step_ns[0] = now_ns();
         for (int64_t i = 0; i < count; i++) {
             table[i].fn(table[i].buf, &run);
@@ -374,6 +376,9 @@ void* infc_pool_create(int threads, int64_t spin_us) {
     }
     return pool;
 }
+
+// Says how far apart the KV blocks' runs lie (infc_run.kv_run); between runs only.
+void infc_pool_kv(void* p, int64_t run_bytes) { static_cast<infc::Pool*>(p)->kv_run = run_bytes; }
 
 // step_ns, if not null, receives n + 1 times (ns, CLOCK_MONOTONIC): the start, and the end of each step. 0; 1 if busy.
 int infc_pool_run(void* p, const infc_step* steps, int64_t n, const int64_t* dims, uint64_t* step_ns) {

@@ -40,6 +40,7 @@ void rope_kv_write(const infc_run* r, int64_t tokens, int64_t q_heads, int64_t k
     Span mine = share(tokens * heads, r->thread, r->threads);
     alignas(64) float row[MAX_HEAD];
     alignas(64) C cached[MAX_HEAD];
+    const Blocks blocks{kv_heads, r->kv_run};
     for (int64_t u = mine.begin; u < mine.end; u++) {
         int64_t t = u / heads, h = u % heads, slot = static_cast<const int32_t*>(slots)[t];
         load_row(row, static_cast<const X*>(qkv) + u * dims, dims);
@@ -50,8 +51,8 @@ void rope_kv_write(const infc_run* r, int64_t tokens, int64_t q_heads, int64_t k
             continue;
         }
         store_row(cached, row, dims);
-        if (h < q_heads + kv_heads) write_k(static_cast<C*>(k_cache), slot, h - q_heads, kv_heads, dims, cached);
-        else write_v(static_cast<C*>(v_cache), slot, h - q_heads - kv_heads, kv_heads, dims, cached);
+        if (h < q_heads + kv_heads) write_k(static_cast<C*>(k_cache), blocks, slot, h - q_heads, dims, cached);
+        else write_v(static_cast<C*>(v_cache), blocks, slot, h - q_heads - kv_heads, dims, cached);
     }
 }
 
@@ -61,15 +62,16 @@ void kv_write(const infc_run* r, int64_t tokens, int64_t heads, int64_t dims, co
               void* v_cache, const void* slots) {
     Span mine = share(tokens * heads, r->thread, r->threads);
     alignas(64) C cached[MAX_HEAD];
+    const Blocks blocks{heads, r->kv_run};
     auto row = [&](const void* x, int64_t u) {
         for (int64_t d = 0; d < dims; d += 16) store16(cached + d, load16(static_cast<const X*>(x) + u * dims + d));
     };
     for (int64_t u = mine.begin; u < mine.end; u++) {
         int64_t slot = static_cast<const int32_t*>(slots)[u / heads], h = u % heads;
         row(k, u);
-        write_k(static_cast<C*>(k_cache), slot, h, heads, dims, cached);
+        write_k(static_cast<C*>(k_cache), blocks, slot, h, dims, cached);
         row(v, u);
-        write_v(static_cast<C*>(v_cache), slot, h, heads, dims, cached);
+        write_v(static_cast<C*>(v_cache), blocks, slot, h, dims, cached);
     }
 }
 
@@ -82,6 +84,7 @@ void rope_kv_write_codes(const infc_run* r, int64_t tokens, int64_t q_heads, int
     Span mine = share(tokens * heads, r->thread, r->threads);
     alignas(64) float row[MAX_HEAD];
     alignas(64) int8_t codes[MAX_HEAD];
+    const Blocks blocks{kv_heads, r->kv_run};
     for (int64_t u = mine.begin; u < mine.end; u++) {
         int64_t t = u / heads, h = u % heads, slot = static_cast<const int32_t*>(slots)[t];
         load_row(row, static_cast<const X*>(qkv) + u * dims, dims);
@@ -92,8 +95,8 @@ void rope_kv_write_codes(const infc_run* r, int64_t tokens, int64_t q_heads, int
             continue;
         }
         const float scale = round_row(row, dims, codes);
-        if (h < q_heads + kv_heads) write_k_codes(k_cache, k_scale, slot, h - q_heads, kv_heads, dims, codes, scale);
-        else write_v_codes(v_cache, v_scale, slot, h - q_heads - kv_heads, kv_heads, dims, codes, scale);
+        if (h < q_heads + kv_heads) write_k_codes(k_cache, k_scale, blocks, slot, h - q_heads, dims, codes, scale);
+        else write_v_codes(v_cache, v_scale, blocks, slot, h - q_heads - kv_heads, dims, codes, scale);
     }
 }
 template <class X>
@@ -102,14 +105,15 @@ void kv_write_codes(const infc_run* r, int64_t tokens, int64_t heads, int64_t di
     Span mine = share(tokens * heads, r->thread, r->threads);
     alignas(64) float row[MAX_HEAD];
     alignas(64) int8_t codes[MAX_HEAD];
+    const Blocks blocks{heads, r->kv_run};
     for (int64_t u = mine.begin; u < mine.end; u++) {
         int64_t slot = static_cast<const int32_t*>(slots)[u / heads], h = u % heads;
         load_row(row, static_cast<const X*>(k) + u * dims, dims);
         float scale = round_row(row, dims, codes);
-        write_k_codes(k_cache, k_scale, slot, h, heads, dims, codes, scale);
+        write_k_codes(k_cache, k_scale, blocks, slot, h, dims, codes, scale);
         load_row(row, static_cast<const X*>(v) + u * dims, dims);
         scale = round_row(row, dims, codes);
-        write_v_codes(v_cache, v_scale, slot, h, heads, dims, codes, scale);
+        write_v_codes(v_cache, v_scale, blocks, slot, h, dims, codes, scale);
     }
 }
 
