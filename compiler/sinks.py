@@ -4,6 +4,7 @@ Two spellings are known. A column beside the scores, cut off again behind the so
 And a factor on the result, sigmoid(logsumexp(scores) - sinks) (Granite): of a sum with the sink in it, the share that is not the sink's.
 """
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,10 +74,11 @@ def gate(product: fx.Node) -> tuple[fx.Node, Sunk] | None:
     whole, (node, sinks) = node.meta["val"].shape, node.args
     if not under(aten.logsumexp.default) or not _is(node, whole) or not isinstance(sinks, fx.Node): return None
     path.append(node)
-    scores, dims, keepdim = arguments(node)
-    if list(dims) not in ([-1], [scores.meta["val"].dim() - 1]) or not _is(node, shape if keepdim else shape[:-1]): return None
+    node, dims, keepdim = arguments(node)
+    if list(dims) not in ([-1], [node.meta["val"].dim() - 1]) or not _alike(whole, shape if keepdim else shape[:-1]): return None
+    under()
     found = per_head(sinks, whole)
-    return (site, Sunk(scores, found, path)) if found is not None else None
+    return (site, Sunk(node, found, path)) if found is not None else None
 
 
 def unshifted(node: Any) -> tuple[Any, list[fx.Node]]:
@@ -102,7 +104,7 @@ def _largest(node: fx.Node) -> list[fx.Node]:
     return path if of is x and dims in (-1, last, [-1], [last]) and keepdim else []
 
 
-def per_head(node: fx.Node, shape: tuple[Any, ...]) -> fx.Node | None:
+def per_head(node: fx.Node, shape: Sequence[Any]) -> fx.Node | None:
     """The value of one element a head whose every element `node`, broadcast to `shape` [B,Hq,...], repeats for its head; else None.
 
     Told by running the repetition on numbered heads. Of several such values, the first one in the graph.
@@ -127,6 +129,9 @@ def _repeats(node: fx.Node, base: fx.Node, heads: int, full: tuple[int, ...], si
         return False
 
 
-def _is(node: Any, shape: tuple[Any, ...]) -> bool:
-    found = node.meta["val"].shape
-    return len(found) == len(shape) and all(same_size(a, b) for a, b in zip(found, shape, strict=True))
+def _is(node: Any, shape: Sequence[Any]) -> bool:
+    return _alike(node.meta["val"].shape, shape)
+
+
+def _alike(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    return len(a) == len(b) and all(map(same_size, a, b))

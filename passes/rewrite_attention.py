@@ -119,7 +119,7 @@ def _from_softmax(graph: Graph, node: fx.Node) -> Call | None:
         sunk = column(scores, cut[0])
         if sunk is None or len(cut) > 1: return None
         call.empty_nan = False                           # its sink is all that such a row sees
-    elif (found := gate(site)) and unshifted(found[1].scores)[0] is scores:
+    elif (found := gate(site)) and found[1].scores is scores:
         (call.site, sunk), call.path = found, [*call.path, site]
     else:
         sunk = None

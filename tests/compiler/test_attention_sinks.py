@@ -16,7 +16,9 @@ def rand(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
 
 
-def formula(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, softcap: float, sinks: Tensor, bias: Tensor | None = None) -> Tensor:
+def formula(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, softcap: float, sinks: Tensor, bias: Tensor | None = None,
+) -> Tensor:
     """p_j = exp(s_j - m) / (sum_j exp(s_j - m) + exp(sink - m)), m the largest of them all; one row at a time."""
     group, out = q.shape[1] // k.shape[1], torch.zeros(*q.shape[:3], v.shape[3], dtype=F64)
     for b in range(q.shape[0]):

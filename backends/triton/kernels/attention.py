@@ -11,7 +11,7 @@ from ....compiler.ops.attention import MASKS, heads_per_group
 from ..primitives import dot, narrow, tanh
 from ..registry import Emit, kernel
 from ..rows import FLOATS, power_of_2
-from .paged_attention import LOG2_E, MAX_GROUP, MAX_HEAD, cuts, refuse_sinks, sunk, work_of
+from .paged_attention import LOG2_E, MAX_GROUP, MAX_HEAD, cuts, refuse_sinks, work_of
 
 
 def refuse(
@@ -51,7 +51,9 @@ def _attention(q_ptr, k_ptr, v_ptr, bias_ptr, sink_ptr, y_ptr, queries, keys, q_
     q = tl.load(q_at, fits[:, None] & (d < D)[None, :], other=0.0)
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
-    if sink_ptr is not None: largest, total = sunk(sink_ptr, head, fits)
+    if sink_ptr is not None:                                        # a score without a key: seen before the first
+        largest = tl.load(sink_ptr + head, fits, other=0.0).to(tl.float32) * 1.4426950408889634
+        total += 1.0
     acc = tl.zeros((ROWS, WIDE_V), tl.float32)
     for start in range(low, high, KEYS):
         key = start + tl.arange(0, KEYS)

@@ -79,17 +79,6 @@ def refuse_sinks(sinks: Tensor | None, heads: int) -> str | None:
 
 
 @triton.jit
-def sunk(sink_ptr, head, fits):
-    """(largest score, sum of terms) of rows that have seen their sink alone, a score without a key, in base 2.
-
-    log2(e) is 1.4375 and a rest: what of the product is exact is the largest score, what it lacks is in the sum. -inf is never seen.
-    """
-    sink = tl.load(sink_ptr + head, fits, other=0.0).to(tl.float32)
-    upper = sink.to(tl.bfloat16).to(tl.float32)
-    return upper * 1.4375, tl.exp2(tl.minimum((sink - upper) * 1.4375 + sink * 0.005195040888963407, 64.0))
-
-
-@triton.jit
 def _attend(q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, start_ptr, context_ptr, table_ptr, sink_ptr, y_ptr, sum_ptr, tokens, sequences,
             blocks, scale, softcap, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
             Q_TOKEN: tl.constexpr, Q_HEAD: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, CODES: tl.constexpr,
@@ -130,9 +119,9 @@ def _attend(q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, start_ptr, context_pt
     q = tl.load(q_ptr + token[:, None] * Q_TOKEN + head[:, None] * Q_HEAD + d[None, :], fits[:, None] & (d < D)[None, :], other=0.0)
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
-    if sink_ptr is not None:                                        # one part sees it
-        first_largest, first_total = sunk(sink_ptr, head, fits)
-        largest, total = tl.where(part == 0, first_largest, largest), tl.where(part == 0, first_total, total)
+    if sink_ptr is not None:                                        # a score without a key: seen before the first, by one part
+        sink = tl.load(sink_ptr + head, fits, other=0.0).to(tl.float32) * 1.4426950408889634
+        largest, total = tl.where(part == 0, sink, largest), tl.where(part == 0, 1.0, total)
     acc = tl.zeros((ROWS, WIDE_V), tl.float32)
     for key0 in range(begin, stop, KEYS):
         key = key0 + tl.arange(0, KEYS)
