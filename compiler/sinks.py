@@ -49,7 +49,7 @@ def gate(product: fx.Node) -> tuple[fx.Node, Sunk] | None:
     if len(product.users) != 1: return None
     (site,) = product.users
     if site.target is not aten.mul.Tensor or not same_type(site.meta["val"], product.meta["val"]): return None
-    node = next((arg for arg in site.args if arg is not product), None)
+    node: Any = next((arg for arg in site.args if arg is not product), None)
     shape = (*product.meta["val"].shape[:-1], 1)
     path: list[fx.Node] = []
     if not isinstance(node, fx.Node) or not _is(node, shape): return None
@@ -109,7 +109,8 @@ def per_head(node: fx.Node, shape: Sequence[Any]) -> fx.Node | None:
 
     Told by running the repetition on numbered heads. Of several such values, the first one in the graph.
     """
-    heads, found, current = shape[1], None, node
+    heads, found = shape[1], None
+    current: Any = node
     sizes = {symbol: 2 + i for i, symbol in enumerate(sorted(symbols_of(*shape, node.meta["val"]), key=str))}
     if not isinstance(heads, int): return None
     full = tuple(int(concrete(size, sizes)) for size in shape)
@@ -117,7 +118,7 @@ def per_head(node: fx.Node, shape: Sequence[Any]) -> fx.Node | None:
         val = current.meta["val"]
         if not symbols_of(val) and val.numel() == heads and _repeats(node, current, heads, full, sizes): found = current
         if current.op != "call_function" or current.target not in {*MOVES, *KEEPS}: return found
-        current = current.args[0]                                                      # type: ignore[assignment]
+        current = current.args[0]
 
 
 def _repeats(node: fx.Node, base: fx.Node, heads: int, full: tuple[int, ...], sizes: dict) -> bool:
