@@ -189,7 +189,7 @@ FUNCTIONS: dict[str, Callable[[], Graph]] = {
     "norm in fp16": lambda: trace(_norm_fp16, *(300 * x for x in _rows(torch.float16)), dynamic=(_ROWS,)),
     "more keys than queries": lambda: trace(_top_left, *_heads(3, 5, 5), dynamic=_LENGTHS),
     "cap after mask": lambda: trace(_capped_after_mask, *_heads(5, 5, 5)),
-    "another column": lambda: trace(_other_column, *_heads(3, 5, 5)),
+    "another column": lambda: trace(_other_column, *_heads(3, 5, 5), dynamic=_LENGTHS),
     "tiled heads": lambda: trace(_tiled, *_heads(3, 5, 5), dynamic=_LENGTHS),
     "sample variance": lambda: trace(_sample_variance, *_rows(), dynamic=(_ROWS,)),
     "returned product": lambda: trace(_returned_product, *_rows(), dynamic=(_ROWS,)),
