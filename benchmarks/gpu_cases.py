@@ -342,11 +342,13 @@ class Kind:
     head: int
     window: int = 0
     softcap: float = 0.0
+    sinks: bool = False
 
 
 KINDS = {"8b": Kind(32, 8, 128), "smollm2": Kind(9, 3, 64), "1b": Kind(32, 8, 64), "qwen": Kind(28, 4, 128),
          "80": Kind(4, 4, 80, softcap=20.0), "96": Kind(7, 1, 96, window=70, softcap=30.0), "256": Kind(8, 2, 256),
-         "window": Kind(4, 2, 128, window=1024), "32": Kind(6, 2, 32)}
+         "window": Kind(4, 2, 128, window=1024), "32": Kind(6, 2, 32), "gpt-oss": Kind(64, 8, 64, sinks=True),
+         "gpt-oss window": Kind(64, 8, 64, window=128, sinks=True)}
 BATCHES = {                                                # (new tokens, context before them) of each sequence
     "decode 8k": [(1, 8191)], "prefill 2k": [(2048, 0)], "chunk": [(512, 1500)],
     "decodes": [(1, 31), (1, 32), (1, 4095), (1, 0), (1, 700), (1, 2000), (1, 513), (1, 129)],
@@ -373,14 +375,16 @@ def paged_attention(d: Dice, kind: Kind, batch: Sequence[tuple[int, int]], dtype
     if format:
         for x in "kv": held[f"{x}_cache"], held[f"{x}_scale"] = stored(held[f"{x}_cache"], format)
     return {"q": q, **held, "query_start": starts, "context_len": torch.tensor(lens, dtype=I32, device=d.device), "block_table": blocks,
-            "scale": kind.head**-0.5, "window": kind.window, "softcap": kind.softcap}
+            "scale": kind.head**-0.5, "window": kind.window, "softcap": kind.softcap,
+            "sinks": d.normal(kind.q_heads, dtype=F32, scale=2) if kind.sinks else None}
 
 
 def _paged(fp8: bool) -> Iterator[Case]:
     every = [(kind, batch, BF16) for kind in ("8b", "smollm2") for batch in BATCHES]
     every += [(kind, batch, BF16) for kind in KINDS for batch in ("decodes", "mixed") if kind not in ("8b", "smollm2")]
     every += [("1b", "decode 8k", BF16), ("qwen", "prefill 2k", BF16), ("256", "chunk", BF16), ("window", "prefill 2k", BF16),
-              ("8b", "decodes", F16), ("80", "mixed", F16), ("96", "decodes", F16), ("32", "mixed", F32), ("smollm2", "decodes", F32)]
+              ("8b", "decodes", F16), ("80", "mixed", F16), ("96", "decodes", F16), ("32", "mixed", F32), ("smollm2", "decodes", F32),
+              ("gpt-oss", "decode 8k", BF16), ("gpt-oss window", "chunk", BF16)]
     for (kind, batch, dtype), format in product(every, ("", "int8", *(["fp8"] if fp8 else []))):
         yield Case(f"infc::paged_attention{'_quantized' * bool(format)}", f"{kind} {batch} {_name(dtype)} {format}".strip(), paged,
                    paged_attention, (KINDS[kind], BATCHES[batch], dtype, format), 1 if dtype == BF16 else 2,
@@ -388,10 +392,11 @@ def _paged(fp8: bool) -> Iterator[Case]:
 
 
 def attention(d: Dice, heads: Sequence[int], queries: int, keys: int, head: int, mask: str, window: int, bias: bool, dtype: torch.dtype,
-              ) -> Arguments:
+              sinks: bool = False) -> Arguments:
     found: Arguments = {"q": d.normal(2, heads[0], queries, head, dtype=dtype)}
     found |= {x: d.normal(2, heads[1], keys, head, dtype=dtype) for x in "kv"}
-    return found | {"scale": head**-0.5, "mask": mask, "window": window, "bias": d.normal(2, 1, queries, keys, dtype=F32) if bias else None}
+    return found | {"scale": head**-0.5, "mask": mask, "window": window, "bias": d.normal(2, 1, queries, keys, dtype=F32) if bias else None,
+                    "sinks": d.normal(heads[0], dtype=F32, scale=2) if sinks else None}
 
 
 def _dense() -> Iterator[Case]:
@@ -403,6 +408,8 @@ def _dense() -> Iterator[Case]:
         what = f"{heads[0]}/{heads[1]} heads of {head}, {queries} of {keys}, {mask}{' bias' * bias} {_name(dtype)}"
         yield Case("infc::attention", what, dense, attention, (heads, queries, keys, head, mask, window, bias, dtype), _times(dtype),
                    queries == 512, queries == 7)
+    yield Case("infc::attention", "64/8 heads of 64, 512 of 512, causal sinks bf16", dense, attention,
+               ((64, 8), 512, 512, 64, "causal", 0, False, BF16, True))
 
 
 # ---- sampling

@@ -99,7 +99,8 @@ def _paged(tokens: Tokens, node: fx.Node, state: dict[str, fx.Node]) -> fx.Node:
     table = (state["query_start"], state["context_len"], state["block_table"])
     options = (given["scale"], given["window"], given["softcap"])
     while not any(options[1:]) and len(options) > 1: options = options[:-1]
-    wide = emit(graph, infc.paged_attention.default, (q, *caches, *table, *options), like=node)
+    sinks = {} if given["sinks"] is None else {"sinks": tokens.now[given["sinks"]]}
+    wide = emit(graph, infc.paged_attention.default, (q, *caches, *table, *options), sinks, like=node)
     return tokens.shaped(wide, tokens.step_shape(tokens.captured[node]), like=node)
 
 

@@ -1,4 +1,4 @@
-"""Rewrite every spelling of attention to infc::attention: kv heads unexpanded, the mask named by what it is."""
+"""Rewrite every spelling of attention to infc::attention: kv heads unexpanded, the mask named by what it is, sinks an argument."""
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +12,7 @@ from ..compiler.masks import POSITIONS, MaskKind, constant, recognise
 from ..compiler.ops import aten, attention
 from ..compiler.probe import sources
 from ..compiler.rewrite import EXACT, Pass, Report, arguments, emit
+from ..compiler.sinks import column, gate, unshifted
 
 SDPA = aten.scaled_dot_product_attention.default
 SOFTMAX = (aten.softmax.int, aten._softmax.default)
@@ -54,6 +55,9 @@ class Call:
     softcap: float = 0.0
     kind: MaskKind = NO_MASK
     masks: list[Mask] = field(default_factory=list)
+    sinks: fx.Node | None = None   # one number a head
+    by_softmax: bool = False       # else an SDPA
+    empty_nan: bool = False        # a row that sees nothing gives NaN
     path: list[fx.Node] = field(default_factory=list)    # what the rewrite makes dead: from the scores to the site
 
 
@@ -62,7 +66,7 @@ def run(graph: Graph, report: Report) -> int:
     for node in list(graph.nodes):
         if node.target is not SDPA and node.target not in SOFTMAX: continue
         try:
-            call = _from_sdpa(node) if node.target is SDPA else _from_softmax(graph, node)
+            call = _from_sdpa(graph, node, kinds) if node.target is SDPA else _from_softmax(graph, node)
             if call is None:                             # a softmax of something else
                 if _looks_like_attention(node): report.refuse(node, NOT_KNOWN)
                 continue
@@ -79,7 +83,7 @@ def run(graph: Graph, report: Report) -> int:
 
 # --------------------------------------------------------------------------------------------------------- spellings
 
-def _from_sdpa(node: fx.Node) -> Call:
+def _from_sdpa(graph: Graph, node: fx.Node, kinds: dict) -> Call:
     q, k, v, mask, dropout, causal, scale, _ = arguments(node)
     if dropout: raise Declined(f"dropout of {dropout} is live")
     call = Call(node, q, k, v, 1 / math.sqrt(q.meta["val"].shape[-1]) if scale is None else float(scale))
@@ -87,7 +91,20 @@ def _from_sdpa(node: fx.Node) -> Call:
         square = same_size(q.meta["val"].shape[-2], k.meta["val"].shape[-2])
         call.kind = MaskKind("causal" if square else "causal_top_left")
     if mask is not None: call.masks.append(Mask(mask))
+    if (found := gate(node)) and _same_scores(graph, call, found[1].scores, kinds): call.site, call.sinks = found[0], found[1].sinks
     return call
+
+
+def _same_scores(graph: Graph, call: Call, scores: fx.Node, kinds: dict) -> bool:
+    """Are these the scores that an SDPA weighs by: its q and k, its scale, its mask?"""
+    other = Call(call.site, call.q, call.k, call.v)
+    product = _peel(graph, scores, other)
+    if product is None or other.softcap or not math.isclose(other.scale, call.scale): return False
+    q, k = product.args[:2]
+    if q is not call.q or _transposed(k) is not call.k: return False                # type: ignore[arg-type]
+    sizes = call.q.meta["val"].shape[2], call.k.meta["val"].shape[2]
+    seen, also = (_masks(graph, one, *sizes, kinds) for one in (call, other))
+    return seen == also and not seen[1]
 
 
 def _from_softmax(graph: Graph, node: fx.Node) -> Call | None:
@@ -95,12 +112,24 @@ def _from_softmax(graph: Graph, node: fx.Node) -> Call | None:
     scores, dim = node.args[:2]
     site, path = _weighted_sum(node)
     if site is None or dim not in (-1, node.meta["val"].dim() - 1): return None
-    call = Call(site, node, node, site.args[1], path=[*path])               # type: ignore[arg-type]
+    scores, shift = unshifted(scores)
+    call = Call(site, node, node, site.args[1], path=[*path, *shift], by_softmax=True, empty_nan=True)    # type: ignore[arg-type]
+    cut = [inner for inner in path if inner.target is aten.slice.Tensor]
+    if cut:
+        sunk = column(scores, cut[0])
+        if sunk is None or len(cut) > 1: return None
+        call.empty_nan = False                           # its sink is all that such a row sees
+    elif (found := gate(site)) and found[1].scores is scores:
+        (call.site, sunk), call.path = found, [*call.path, site]
+    else:
+        sunk = None
+    if sunk is not None:
+        call.sinks, call.path, scores = sunk.sinks, [*call.path, *sunk.path], sunk.scores
     product = _peel(graph, scores, call)
     if product is None: return None
     call.q, call.k = product.args[:2]                                         # type: ignore[assignment]
     for inner in call.path:
-        other = next((user for user in inner.users if user not in call.path and user is not site), None)
+        other = next((user for user in inner.users if user not in call.path and user is not call.site), None)
         if other is not None:
             what = "probabilities" if inner in path else "scores"
             raise Declined(f"the {what} %{inner.name} are also " + ("returned" if other.op == "output" else f"used by %{other.name}"))
@@ -113,13 +142,14 @@ def _looks_like_attention(softmax: fx.Node) -> bool:
 
 
 def _weighted_sum(softmax: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
-    """The product of the probabilities with v, past casts and copies, and what lies between."""
+    """The product of the probabilities with v, past casts, copies and cuts, and what lies between."""
     node, path = softmax, []
     while True:
         path.append(node)
         product = next((u for u in node.users if u.target is aten.matmul.default and u.args[0] is node), None)
         if product is not None: return product, path
-        following = next((u for u in node.users if u.target in CASTS or (u.target is aten.dropout.default and not u.args[2])), None)
+        following = next((u for u in node.users if u.target in (*CASTS, aten.slice.Tensor)
+                          or (u.target is aten.dropout.default and not u.args[2])), None)
         if following is None: return None, path
         node = following
 
@@ -172,7 +202,8 @@ def _holds_product(node: Any) -> bool:
     while isinstance(node, fx.Node) and node.op == "call_function":
         if node.target is aten.matmul.default: return True
         if node.target in (aten.add.Tensor, *WHERES): return any(_holds_product(arg) for arg in node.args)
-        if node.target not in (*CASTS, *FILLS, *PRODUCTS, aten.tanh.default): return False
+        if node.target is aten.cat.default: return any(_holds_product(arg) for arg in node.args[0])    # type: ignore[union-attr]
+        if node.target not in (*CASTS, *FILLS, *PRODUCTS, aten.tanh.default, aten.sub.Tensor): return False
         node = node.args[0]
     return False
 
@@ -214,22 +245,38 @@ def _refuse(call: Call) -> None:
 
 def _replace(graph: Graph, call: Call, kinds: dict) -> None:
     site = call.site
-    if site.target is not SDPA: _untranspose_k(graph, call)
+    if call.by_softmax: _untranspose_k(graph, call)
     call.q, factor = _scaled(graph, call.q) or (call.q, 1.0)
     k, v = _fewest_heads(graph, call)
     queries, keys = call.q.meta["val"].shape[2], k.meta["val"].shape[2]
-    full = same_size(queries, keys) or (isinstance(queries, int) and isinstance(keys, int) and queries <= keys)
-    kept: list[Mask] = []
+    call.kind, kept = _masks(graph, call, queries, keys, kinds)
+    if call.empty_nan and (kept or (not _full(queries, keys) and call.kind.mask != "none")): _note(graph, NOTE_EMPTY_ROWS)
+    args = (call.q, k, v, _bias(graph, kept, site), call.scale * factor, call.kind.mask, call.kind.window, call.softcap)
+    sinks = {} if call.sinks is None else {"sinks": _row(graph, call.sinks, site)}
+    site.replace_all_uses_with(emit(graph, attention, args, sinks, like=site))
+
+
+def _row(graph: Graph, sinks: fx.Node, site: fx.Node) -> fx.Node:
+    """The sinks as [Hq]."""
+    return sinks if sinks.meta["val"].dim() == 1 else emit(graph, aten.reshape.default, (sinks, [-1]), like=site)
+
+
+def _full(queries: Any, keys: Any) -> bool:
+    """Does a causal mask leave every query a key?"""
+    return same_size(queries, keys) or (isinstance(queries, int) and isinstance(keys, int) and queries <= keys)
+
+
+def _masks(graph: Graph, call: Call, queries: Any, keys: Any, kinds: dict) -> tuple[MaskKind, list[Mask]]:
+    """All masks of a call as one that has a name, and those that have none."""
+    kind, kept = call.kind, []
     for mask in call.masks:
         found = _kind(graph, mask, queries, keys, kinds)
-        met = call.kind.meet(found) if isinstance(found, MaskKind) else None
+        met = kind.meet(found) if isinstance(found, MaskKind) else None
         # finfo.min averages v over a row that sees nothing, a named mask gives 0: only where no row can be empty.
         sharp = mask.unseen == -math.inf or (mask.unseen is None and mask.node.meta["val"].dtype == torch.bool)
-        if met is not None and (full or sharp or met.mask == "none"): call.kind = met
+        if met is not None and (_full(queries, keys) or sharp or met.mask == "none"): kind = met
         else: kept.append(mask)
-    if site.target is not SDPA and (kept or (not full and call.kind.mask != "none")): _note(graph, NOTE_EMPTY_ROWS)
-    args = (call.q, k, v, _bias(graph, kept, site), call.scale * factor, call.kind.mask, call.kind.window, call.softcap)
-    site.replace_all_uses_with(emit(graph, attention, args, like=site))
+    return kind, kept
 
 
 def _kind(graph: Graph, mask: Mask, queries: Any, keys: Any, kinds: dict) -> MaskKind | str:
@@ -245,12 +292,16 @@ def _kind(graph: Graph, mask: Mask, queries: Any, keys: Any, kinds: dict) -> Mas
 def _untranspose_k(graph: Graph, call: Call) -> None:
     """k [B,H,L,D] from the product's right side [B,H,D,L]; a constant factor on it joins the scale."""
     call.k, factor = _scaled(graph, call.k) or (call.k, 1.0)
-    turned = call.k.target is aten.transpose.int and {d % 4 for d in call.k.args[1:]} == {2, 3}    # type: ignore[operator]
-    turned = turned or (call.k.target is aten.permute.default and call.k.args[1] == [0, 1, 3, 2])
-    if turned: call.k = call.k.args[0]    # type: ignore[assignment]
-    else: call.k = emit(graph, aten.transpose.int, (call.k, 2, 3), like=call.site)
+    call.k = _transposed(call.k) or emit(graph, aten.transpose.int, (call.k, 2, 3), like=call.site)
     call.k, below = _scaled(graph, call.k) or (call.k, 1.0)
     call.scale *= factor * below
+
+
+def _transposed(k: fx.Node) -> fx.Node | None:
+    """x of xᵀ."""
+    turned = k.target is aten.transpose.int and {d % 4 for d in k.args[1:]} == {2, 3}    # type: ignore[operator]
+    turned = turned or (k.target is aten.permute.default and k.args[1] == [0, 1, 3, 2])
+    return k.args[0] if turned else None                                              # type: ignore[return-value]
 
 
 def _fewest_heads(graph: Graph, call: Call) -> tuple[fx.Node, fx.Node]:

@@ -1,4 +1,4 @@
-"""Small decoders with any mask, window or bias, (input_ids, position_ids) -> logits, captured as Graphs for the step passes."""
+"""Small decoders with any mask, window, bias or sinks, (input_ids, position_ids) -> logits, captured as Graphs for the step passes."""
 import math
 from collections.abc import Callable
 
@@ -14,10 +14,11 @@ VOCAB, WIDTH, HEADS, KV, HEAD = 61, 24, 4, 2, 8
 
 
 class Decoder(nn.Module):
-    """Embedding, `windows` layers (0: plain causal), tied head. `bias`: an additive mask from positions, say ALiBi."""
+    """Embedding, `windows` layers (0: plain causal), tied head. `bias`: an additive mask from positions, say ALiBi. `sinks`: one logit a
+    head in each softmax, in every layer, spelled as gpt-oss does."""
 
     def __init__(self, windows: tuple[int, ...] = (0, 0), bias: Callable[[Tensor, Tensor], Tensor] | None = None, softcap: float = 0.0,
-                 causal: bool = True, learned_positions: int = 0):
+                 causal: bool = True, learned_positions: int = 0, sinks: bool = False):
         super().__init__()
         torch.manual_seed(0)
         self.windows, self.bias, self.softcap, self.causal = windows, bias, softcap, causal
@@ -28,6 +29,7 @@ class Decoder(nn.Module):
         self.up = nn.ModuleList(nn.Linear(WIDTH, 2 * WIDTH) for _ in windows)
         self.down = nn.ModuleList(nn.Linear(2 * WIDTH, WIDTH) for _ in windows)
         self.norm = nn.Parameter(torch.rand(WIDTH) + 0.5)
+        self.sinks = nn.ParameterList(torch.randn(HEADS) for _ in windows) if sinks else None
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         x = self.embed(input_ids)
@@ -42,9 +44,16 @@ class Decoder(nn.Module):
         q, k, v = self.qkv[layer](self.normed(x)).view(batch, length, -1, HEAD).transpose(1, 2).split((HEADS, KV, KV), 1)
         if self.places is None: q, k = self.turned(q, cos, sin), self.turned(k, cos, sin)
         k, v = (t[:, :, None].expand(-1, -1, HEADS // KV, -1, -1).reshape(batch, HEADS, length, HEAD) for t in (k, v))
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask(length, window))
+        if self.sinks is None: y = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask(length, window))
+        else: y = self.sunk(q, k, self.mask(length, window), self.sinks[layer]) @ v
         x = x + self.out[layer](y.transpose(1, 2).reshape(batch, length, -1))
         return x + self.down[layer](F.gelu(self.up[layer](self.normed(x))))
+
+    @staticmethod
+    def sunk(q: Tensor, k: Tensor, seen: Tensor, sinks: Tensor) -> Tensor:
+        scores = (q @ k.transpose(2, 3) * HEAD**-0.5).masked_fill(~seen, -math.inf)
+        logits = torch.cat([scores, sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], -1)], -1)
+        return F.softmax(logits - logits.max(-1, keepdim=True).values, -1)[..., :-1]
 
     def mask(self, length: int, window: int) -> Tensor:
         i, j = torch.arange(length)[:, None], torch.arange(length)[None, :]

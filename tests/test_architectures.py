@@ -18,13 +18,17 @@ GPT2: dict[str, Any] = {
 }
 NORMED = SIZES | {"head_dim": 16}
 GEMMA = NORMED | {"sliding_window": WINDOW, "query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention"]}
+SUNK = SIZES | {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+"""Attention sinks: a factor on the result (GraniteSWA), a column beside the scores (Flint), one in the windows alone (MiMoV2Flash)."""
 CONFIGS: dict[str, dict[str, Any]] = {
     "Qwen3": NORMED, "Mistral": SIZES | {"sliding_window": WINDOW}, "GPT2": GPT2,
     "Llama": SIZES, "Qwen2": SIZES, "Olmo2": SIZES, "Gemma2": GEMMA, "Gemma3Text": GEMMA, "GPTJ": GPT2 | {"rotary_dim": 8},
+    "GraniteSWA": SUNK | {"attention_multiplier": 0.25}, "Flint": SUNK | {"head_dim": 16, "mlp_only_layers": [0, 1]},
+    "MiMoV2Flash": SUNK | {"head_dim": 16, "v_head_dim": 16, "mlp_layer_types": ["dense", "dense"]},
     "GPTNeoX": {key: value for key, value in SIZES.items() if key != "num_key_value_heads"},
 }
 CLASSES = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
-FAST = ("Qwen3", "Mistral", "GPT2")                               # q/k norms, a window, learned positions: the others are for `make slow`
+FAST = ("Qwen3", "Mistral", "GPT2", "Flint")                      # q/k norms, a window, learned positions, sinks: the others are slow
 
 
 def random_model(kind: str) -> Any:
@@ -34,7 +38,7 @@ def random_model(kind: str) -> Any:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             large = weight.dim() > 1 and not any(part in name for part in ("embed", "wte", "wpe", "head"))
-            weight.mul_(10 if large else 1).add_(torch.randn_like(weight) * 0.05)
+            weight.mul_(10 if large else 1).add_(torch.randn_like(weight) * (2 if "sinks" in name else 0.05))
     return model
 
 

@@ -221,18 +221,22 @@ def _refuse_paged_attention(node: fx.Node, a: Named) -> str | None:
     if a["softcap"] < 0: return f"soft-cap {a['softcap']} is negative"
     for name in ("query_start", "context_len", "block_table"):
         if _value(a[name]).dtype != torch.int32: return f"{name} is {_value(a[name]).dtype}, not i32"
-    return None
+    return _floats(sinks=a["sinks"])
 
 
 def _lower_paged_attention(node: fx.Node, a: Named, context: Context) -> Launch:
-    q, cache, table = a["q"], a["k_cache"], a["block_table"]
+    q, cache, table, sinks = a["q"], a["k_cache"], a["block_table"], a["sinks"]
     tokens, hq, d = _value(q).shape
     hkv = _value(cache).shape[1]
-    body = (f"infc::paged_attention<{_t(q, cache, node)}, {d}>(r, {context.dim(tokens)}, {context.dim(_value(table).shape[0])}, "
+    args: list[Arg] = [q, cache, a["v_cache"], a["query_start"], a["context_len"], table]
+    kind, pointers = "", "b[6]"
+    if sinks is not None:
+        args.append(_plain(sinks))
+        kind, pointers = f", {_t(sinks)}", "b[7], nullptr, nullptr, b[6]"
+    body = (f"infc::paged_attention<{_t(q, cache, node)}, {d}{kind}>(r, {context.dim(tokens)}, {context.dim(_value(table).shape[0])}, "
             f"{context.dim(_value(table).shape[1])}, {hkv}, {hq // hkv}, {_float(a['scale'])}, {a['window']}, {_float(a['softcap'])}, "
-            "b[0], b[1], b[2], b[3], b[4], b[5], b[6]);")
-    args = (q, cache, a["v_cache"], a["query_start"], a["context_len"], table, Out(0))
-    return Launch(f"paged_attention_{_s(cache)}_{hq}x{hkv}x{d}", body, args, ("attention.h",))
+            f"b[0], b[1], b[2], b[3], b[4], b[5], {pointers});")
+    return Launch(f"paged_attention_{_s(cache)}_{hq}x{hkv}x{d}{'_sinks' * bool(kind)}", body, (*args, Out(0)), ("attention.h",))
 
 
 # ---- rows, casts, tokens -----------------------------------------------------------------------------------------------

@@ -3,10 +3,11 @@ import torch
 from torch import fx
 
 from ...compiler.placement import Limit
-from ..launch import Context, Launch, Out
+from ..launch import Arg, Context, Launch, Out
 from .pack import BLOCK
-from .spelling import FLOATS, Named, ctypes_of, float_text, floats, short, value
+from .spelling import FLOATS, Named, ctypes_of, float_text, floats, plain, short, value
 
+CACHED = ("k_cache", "k_scale", "v_cache", "v_scale")
 MAX_HEAD = 256                 # as of the wide cache: what scratch was laid out for
 
 
@@ -63,20 +64,24 @@ def _refuse_paged_attention(node: fx.Node, a: Named) -> str | None:
     if a["softcap"] < 0: return f"soft-cap {a['softcap']} is negative"
     for name in ("query_start", "context_len", "block_table"):
         if value(a[name]).dtype != torch.int32: return f"{name} is {value(a[name]).dtype}, not i32"
-    return None
+    return floats(sinks=a["sinks"])
 
 
 def _lower_paged_attention(node: fx.Node, a: Named, context: Context) -> Launch:
     """Queries in fp32 meet codes widened to fp32; those in bf16 the codes as they are, where the machine multiplies bytes."""
-    q, table = a["q"], value(a["block_table"])
+    q, table, sinks = a["q"], value(a["block_table"]), a["sinks"]
     tokens, hq, d = value(q).shape
     hkv = value(a["k_cache"]).shape[1]
     codes = "infc::code8" if value(q).dtype == FLOATS[0] else "infc::digits8"
-    body = (f"infc::paged_attention<{ctypes_of(q)}, {codes}, {ctypes_of(node)}, {d}>(r, {context.dim(tokens)}, "
+    args: list[Arg] = [q, *(a[name] for name in CACHED), a["query_start"], a["context_len"], a["block_table"]]
+    kind, pointers = "", "b[8], b[2], b[4]"
+    if sinks is not None:
+        args.append(plain(sinks))
+        kind, pointers = f", {ctypes_of(sinks)}", "b[9], b[2], b[4], b[8]"
+    body = (f"infc::paged_attention<{ctypes_of(q)}, {codes}, {ctypes_of(node)}, {d}{kind}>(r, {context.dim(tokens)}, "
             f"{context.dim(table.shape[0])}, {context.dim(table.shape[1])}, {hkv}, {hq // hkv}, {float_text(a['scale'])}, {a['window']}, "
-            f"{float_text(a['softcap'])}, b[0], b[1], b[3], b[5], b[6], b[7], b[8], b[2], b[4]);")
-    args = (q, a["k_cache"], a["k_scale"], a["v_cache"], a["v_scale"], a["query_start"], a["context_len"], a["block_table"], Out(0))
-    return Launch(f"paged_attention_i8_{short(q)}_{hq}x{hkv}x{d}", body, args, ("attention.h",))
+            f"{float_text(a['softcap'])}, b[0], b[1], b[3], b[5], b[6], b[7], {pointers});")
+    return Launch(f"paged_attention_i8_{short(q)}_{hq}x{hkv}x{d}{'_sinks' * bool(kind)}", body, (*args, Out(0)), ("attention.h",))
 
 
 TABLE = {

@@ -36,13 +36,14 @@ class Work:
 class Launch:
     """One kernel launch: a grid of programs over tensors and numbers; constants are compiled in.
 
-    args follow the kernel's own arguments that are not constants: tensors, ints (i32, or i64 past 2**31) and floats (fp32).
+    args follow the kernel's own arguments that are not constants: tensors, ints (i32, or i64 past 2**31), floats (fp32), and None, which
+    is compiled in.
     spills_ok: its registers may spill to memory; of any other kernel the build refuses that. work: where a call has several cuts.
     """
 
     function: Any                        # what @triton.jit made
     grid: tuple[int, ...]
-    args: tuple[Tensor | int | float, ...]
+    args: tuple[Tensor | int | float | None, ...]
     constants: dict[str, Any]
     warps: int = 4
     stages: int = 3
@@ -62,8 +63,8 @@ class Emit:
     launches: list[Launch] = field(default_factory=list)
     scratch: list[Tensor] = field(default_factory=list)
 
-    def __call__(self, function: Any, *, grid: tuple[int, ...], args: Sequence[Tensor | int | float], warps: int = 4, stages: int = 3,
-                 spills_ok: bool = False, work: Work | None = None, **constants: Any) -> None:
+    def __call__(self, function: Any, *, grid: tuple[int, ...], args: Sequence[Tensor | int | float | None], warps: int = 4,
+                 stages: int = 3, spills_ok: bool = False, work: Work | None = None, **constants: Any) -> None:
         """One more launch. A grid with a 0 in it launches nothing. What stands beside the rule's cut may never spill."""
         if all(grid): self.launches.append(Launch(function, grid, tuple(args), constants, warps, stages, spills_ok and not self.pick, work))
 

@@ -7,7 +7,7 @@ group a row: each token's K or V of one kv head is D codes and one scale, in a c
 import torch
 from torch import Tensor
 
-from .attention import heads_per_group
+from .attention import check_sinks, heads_per_group
 from .codes import E4M3, row_codes
 from .kv_write import write
 from .paged_attention import attend
@@ -99,9 +99,10 @@ def _(
 def paged_attention_cost(
     q: Tensor, k_cache: Tensor, k_scale: Tensor, v_cache: Tensor, v_scale: Tensor, query_start: Tensor, context_len: Tensor,
     block_table: Tensor, scale: float, window: int = 0, softcap: float = 0.0, out_dtype: torch.dtype | None = None,
+    sinks: Tensor | None = None,
 ) -> Cost:
     tokens, heads, head = q.shape
-    small = nbytes(query_start) + nbytes(context_len) + nbytes(block_table)
+    small = nbytes(query_start) + nbytes(context_len) + nbytes(block_table) + nbytes(sinks)
     written = out_bytes((tokens, heads * v_cache.shape[3]), out_dtype or q.dtype)
     return Cost(
         flops=0, bytes=nbytes(q) + small + written, window=window, key_bytes=_row(k_cache, k_scale) + _row(v_cache, v_scale),
@@ -112,6 +113,7 @@ def paged_attention_cost(
 def paged_attention_quantized(
     q: Tensor, k_cache: Tensor, k_scale: Tensor, v_cache: Tensor, v_scale: Tensor, query_start: Tensor, context_len: Tensor,
     block_table: Tensor, scale: float, window: int = 0, softcap: float = 0.0, out_dtype: torch.dtype | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """infc::paged_attention on what the codes mean.  q [T,Hq,D], caches [P,Hkv,block,D] and [P,Hkv,block,1] -> [T,Hq*D] in out_dtype."""
     wide = compute_dtype(q.dtype)
@@ -120,7 +122,8 @@ def paged_attention_quantized(
         keys, k_scales, values, v_scales = (part[blocks, :, offsets] for part in (k_cache, k_scale, v_cache, v_scale))
         return read(keys, k_scales, wide), read(values, v_scales, wide)
 
-    out = attend(q, keys_values, k_cache.shape, v_cache.shape[3], query_start, context_len, block_table, scale, window, softcap)
+    out = attend(q, keys_values, k_cache.shape, v_cache.shape[3], query_start, context_len, block_table, scale, window, softcap,
+                 sinks)
     return out.to(out_dtype or q.dtype)
 
 
@@ -128,6 +131,8 @@ def paged_attention_quantized(
 def _(
     q: Tensor, k_cache: Tensor, k_scale: Tensor, v_cache: Tensor, v_scale: Tensor, query_start: Tensor, context_len: Tensor,
     block_table: Tensor, scale: float, window: int = 0, softcap: float = 0.0, out_dtype: torch.dtype | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     heads_per_group(q.shape[1], k_cache.shape[1])
+    check_sinks(sinks, q.shape[1])
     return q.new_empty((q.shape[0], q.shape[1] * v_cache.shape[3]), dtype=out_dtype or q.dtype)

@@ -1,10 +1,12 @@
-"""Paged attention and the writes into its cache, against the operators' references: mixed batches, windows, soft-caps."""
+"""Paged attention and the writes into its cache, against the operators' references: mixed batches, windows, soft-caps, sinks."""
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 
 import pytest
 import torch
-from cpu_kernels import ISAS, Library, M, N, P, T, call, judge, judge_sums, meta
+from cpu_kernels import CONTEXT, ISAS, Library, M, N, P, T, call, judge, judge_sums, meta
+from infc.backends.cpu import claims
 from infc.backends.cpu.pack import pack_k, pack_v, unpack_k, unpack_v
 from infc.compiler.ops.attention import visible, weigh
 from infc.compiler.ops.registry import by_name
@@ -13,7 +15,7 @@ from torch import Tensor, fx
 F32, BF16, I32 = torch.float32, torch.bfloat16, torch.int32
 OPS = torch.ops.infc
 
-# name: query heads, kv heads, head size, cache dtype, q dtype, output dtype, window, soft-cap
+# name: query heads, kv heads, head size, cache dtype, q dtype, output dtype, window, soft-cap, dtype of the sinks
 KINDS = {
     "smollm2": (9, 3, 64, BF16, BF16, BF16, 0, 0.0),
     "smollm2-f32": (9, 3, 64, F32, F32, F32, 0, 0.0),
@@ -21,6 +23,10 @@ KINDS = {
     "no-groups-window": (2, 2, 32, F32, F32, F32, 40, 0.0),
     "soft-cap": (4, 1, 80, F32, F32, F32, 0, 20.0),
     "soft-cap-window-bf16": (8, 2, 128, BF16, BF16, BF16, 70, 30.0),
+    "sinks": (8, 1, 64, BF16, BF16, BF16, 0, 0.0, F32),
+    "sinks-window-f32": (6, 2, 48, F32, F32, F32, 40, 0.0, F32),
+    "sinks-soft-cap": (3, 3, 32, F32, F32, F32, 0, 20.0, BF16),
+    "sinks-all-bf16": (9, 3, 64, BF16, BF16, BF16, 70, 30.0, BF16),
 }
 
 # (new tokens, context before them) of each sequence
@@ -36,10 +42,12 @@ BATCHES = {
 }
 
 
-def attend(hq: int, hkv: int, d: int, kv: torch.dtype, q: torch.dtype, y: torch.dtype, window: int, softcap: float) -> fx.Node:
+def attend(hq: int, hkv: int, d: int, kv: torch.dtype, q: torch.dtype, y: torch.dtype, window: int, softcap: float,
+           sinks: torch.dtype | None = None) -> fx.Node:
     return call(OPS.paged_attention.default, q=meta(T, hq, d, dtype=q), k_cache=meta(P, hkv, 32, d, dtype=kv),
                 v_cache=meta(P, hkv, 32, d, dtype=kv), query_start=meta(N + 1, dtype=I32), context_len=meta(N, dtype=I32),
-                block_table=meta(N, M, dtype=I32), scale=d**-0.5, window=window, softcap=softcap, out_dtype=y)
+                block_table=meta(N, M, dtype=I32), scale=d**-0.5, window=window, softcap=softcap, out_dtype=y,
+                sinks=None if sinks is None else meta(hq, dtype=sinks))
 
 
 def write(kv: torch.dtype, interleaved: bool) -> fx.Node:
@@ -51,6 +59,7 @@ def write(kv: torch.dtype, interleaved: bool) -> fx.Node:
 @pytest.fixture(scope="module", params=ISAS)
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Library]:
     nodes = {name: attend(*kind) for name, kind in KINDS.items()}
+    for name, kind in (("sinks-none", "sinks"), ("sinks-none-f32", "sinks-window-f32")): nodes[name] = attend(*KINDS[kind][:8])
     for kv in (F32, BF16):
         for interleaved in (False, True): nodes[f"write-{kv}-{interleaved}"] = write(kv, interleaved)
         nodes[f"plain-write-{kv}"] = call(
@@ -71,10 +80,11 @@ class Step:
     query_start: Tensor
     context_len: Tensor
     block_table: Tensor
+    sinks: Tensor | None
 
 
 def step(kind: str, batch: str, seed: int, padding: int = 2) -> Step:
-    hq, hkv, d, kv, dtype, *_ = KINDS[kind]
+    hq, hkv, d, kv, dtype, _, _, _, *sunk = KINDS[kind]
     make = torch.Generator().manual_seed(seed)
     new, before = zip(*BATCHES[batch], strict=True)
     lens = [a + b for a, b in zip(new, before, strict=True)]
@@ -92,7 +102,16 @@ def step(kind: str, batch: str, seed: int, padding: int = 2) -> Step:
     starts = torch.tensor([0, *torch.tensor(new).cumsum(0).tolist()], dtype=I32)
     q = torch.randn(int(starts[-1]) + padding, hq, d, generator=make).to(dtype)
     q[int(starts[-1]):] = torch.nan                                    # padding rows: of no sequence
-    return Step(q, k_cache, v_cache, starts, torch.tensor(lens, dtype=I32), table)
+    sinks = (torch.randn(hq, generator=make) * 2 + 2).to(sunk[0]) if sunk else None
+    return Step(q, k_cache, v_cache, starts, torch.tensor(lens, dtype=I32), table, sinks)
+
+
+def run(library: Library, kind: str, s: Step, threads: int) -> Tensor:
+    given = {"q": s.q, "k_cache": pack_k(s.k_cache), "v_cache": pack_v(s.v_cache), "query_start": s.query_start,
+             "context_len": s.context_len, "block_table": s.block_table}
+    if s.sinks is not None: given["sinks"] = s.sinks
+    (found,) = library.run(kind, given, [len(s.q), len(s.context_len), 0, s.block_table.shape[1], len(s.k_cache)], threads)
+    return found
 
 
 def rounded(s: Step, window: int, softcap: float) -> Tensor:
@@ -105,7 +124,7 @@ def rounded(s: Step, window: int, softcap: float) -> Tensor:
         blocks = s.block_table[n, position // 32].long()
         keys, values = (c[blocks, :, position % 32].float().transpose(0, 1).repeat_interleave(group, 0) for c in (s.k_cache, s.v_cache))
         scores = s.q[first:last].float().transpose(0, 1) @ keys.transpose(-1, -2) * s.q.shape[2]**-0.5
-        p = weigh(scores, visible("causal", window, last - first, context), softcap)
+        p = weigh(scores, visible("causal", window, last - first, context), softcap, sinks=s.sinks)
         out[first:last] = (p.to(s.k_cache.dtype).float() @ values).transpose(0, 1)
     return out.flatten(1)
 
@@ -113,19 +132,45 @@ def rounded(s: Step, window: int, softcap: float) -> Tensor:
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_paged_attention(library: Library, kind: str, batch: str) -> None:
-    *_, d, _, _, y, window, softcap = KINDS[kind]
+    _, _, d, _, _, y, window, softcap, *_ = KINDS[kind]
     results = []
     for threads in (1, 2, 3):
         s = step(kind, batch, seed=threads)
-        given = {"q": s.q, "k_cache": pack_k(s.k_cache), "v_cache": pack_v(s.v_cache), "query_start": s.query_start,
-                 "context_len": s.context_len, "block_table": s.block_table}
-        dims = [len(s.q), len(s.context_len), 0, s.block_table.shape[1], len(s.k_cache)]
-        (found,) = library.run(kind, given, dims, threads)
+        found = run(library, kind, s, threads)
         assert bool((found[int(s.query_start[-1]):] == 0).all()), "padding rows are not 0"
         exact = by_name("infc::paged_attention").reference(
-            s.q.double(), s.k_cache.double(), s.v_cache.double(), s.query_start, s.context_len, s.block_table, d**-0.5, window, softcap)
+            s.q.double(), s.k_cache.double(), s.v_cache.double(), s.query_start, s.context_len, s.block_table, d**-0.5, window, softcap,
+            sinks=s.sinks)
         results.append((found, rounded(s, window, softcap).to(y), exact))
     judge_sums(*(torch.cat(part) for part in zip(*results, strict=True)))
+
+
+@pytest.mark.parametrize("kind", ["sinks", "sinks-window-f32"])
+def test_sinks_of_no_weight_and_of_all_of_it(library: Library, kind: str) -> None:
+    """-inf changes nothing, a huge one leaves 0: of that head alone, however the threads share the keys."""
+    plain = {"sinks": "sinks-none", "sinks-window-f32": "sinks-none-f32"}[kind]
+    for batch, threads in product(("long decode", "mixed"), (1, 2, 3)):
+        s = step(kind, batch, seed=threads)
+        assert s.sinks is not None
+        s.sinks[:], s.sinks[1] = -torch.inf, 1e6
+        found, without = (x.view(len(s.q), len(s.sinks), -1) for x in (run(library, kind, s, threads),
+                                                                       run(library, plain, replace(s, sinks=None), threads)))
+        others = [h for h in range(len(s.sinks)) if h != 1]
+        assert torch.equal(found[:, others], without[:, others]) and bool((found[:, 1] == 0).all())
+
+
+def test_a_program_without_sinks_has_the_body_it_had() -> None:
+    """No sinks, no argument, no template parameter: compiled code of old models stays what it was."""
+    dims = "r->dims[0], r->dims[1], r->dims[3]"
+    launch = claims.lower(attend(*KINDS["smollm2"]), CONTEXT)
+    assert launch.body == (f"infc::paged_attention<infc::bf16, infc::bf16, infc::bf16, 64>(r, {dims}, 3, 3, 0.125f, 0, 0.0f, "
+                           "b[0], b[1], b[2], b[3], b[4], b[5], b[6]);")
+    assert claims.lower(attend(*KINDS["sinks"]), CONTEXT).name == launch.name.replace("9x3", "8x1") + "_sinks"
+
+
+def test_sinks_of_another_dtype_are_refused() -> None:
+    reason = claims.refuse(attend(8, 1, 64, BF16, BF16, BF16, 0, 0.0, torch.float16), CONTEXT)
+    assert reason == "sinks is torch.float16, the kernel reads f32 and bf16"
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 F32, BF16, I32, I8 = torch.float32, torch.bfloat16, torch.int32, torch.int8
 OPS = torch.ops.infc
 
-# name: query heads, kv heads, head size, q dtype, output dtype, window, soft-cap
+# name: query heads, kv heads, head size, q dtype, output dtype, window, soft-cap, dtype of the sinks
 KINDS = {
     "smollm2": (9, 3, 64, BF16, BF16, 0, 0.0),
     "smollm2-f32": (9, 3, 64, F32, F32, 0, 0.0),
@@ -27,6 +27,9 @@ KINDS = {
     "no-groups": (2, 2, 16, BF16, BF16, 0, 0.0),
     "soft-cap": (4, 1, 80, F32, F32, 0, 20.0),
     "soft-cap-window-bf16": (8, 2, 128, BF16, BF16, 70, 30.0),
+    "sinks": (8, 1, 64, BF16, BF16, 0, 0.0, F32),
+    "sinks-window-f32": (6, 2, 48, F32, F32, 40, 0.0, F32),
+    "sinks-all-bf16": (9, 3, 64, BF16, BF16, 70, 30.0, BF16),
 }
 
 # (new tokens, context before them) of each sequence
@@ -48,10 +51,11 @@ def caches(heads: int, d: int) -> dict[str, Tensor]:
             for which in "kv" for what in ("cache", "scale")}
 
 
-def attend(hq: int, hkv: int, d: int, q: torch.dtype, y: torch.dtype, window: int, softcap: float) -> fx.Node:
+def attend(hq: int, hkv: int, d: int, q: torch.dtype, y: torch.dtype, window: int, softcap: float,
+           sinks: torch.dtype | None = None) -> fx.Node:
     return call(OPS.paged_attention_quantized.default, q=meta(T, hq, d, dtype=q), **caches(hkv, d), query_start=meta(N + 1, dtype=I32),
                 context_len=meta(N, dtype=I32), block_table=meta(N, M, dtype=I32), scale=d**-0.5, window=window, softcap=softcap,
-                out_dtype=y)
+                out_dtype=y, sinks=None if sinks is None else meta(hq, dtype=sinks))
 
 
 def write(interleaved: bool) -> fx.Node:
@@ -78,10 +82,11 @@ class Step:
     query_start: Tensor
     context_len: Tensor
     block_table: Tensor
+    sinks: Tensor | None
 
 
 def step(kind: str, work: Sequence[tuple[int, int]], seed: int, padding: int = 2) -> Step:
-    hq, hkv, d, dtype, *_ = KINDS[kind]
+    hq, hkv, d, dtype, _, _, _, *sunk = KINDS[kind]
     make = torch.Generator().manual_seed(seed)
     new, before = zip(*work, strict=True)
     lens = [a + b for a, b in zip(new, before, strict=True)]
@@ -103,25 +108,27 @@ def step(kind: str, work: Sequence[tuple[int, int]], seed: int, padding: int = 2
     starts = torch.tensor([0, *torch.tensor(new).cumsum(0).tolist()], dtype=I32)
     q = torch.randn(int(starts[-1]) + padding, hq, d, generator=make).to(dtype)
     q[int(starts[-1]):] = torch.nan                                    # padding rows: of no sequence
-    return Step(q, parts, starts, torch.tensor(lens, dtype=I32), table)
+    sinks = (torch.randn(hq, generator=make) * 2 + 2).to(sunk[0]) if sunk else None
+    return Step(q, parts, starts, torch.tensor(lens, dtype=I32), table, sinks)
 
 
 def run(library: Library, kind: str, s: Step, threads: int) -> Tensor:
     given = {"q": s.q, **physical(s.caches), "query_start": s.query_start, "context_len": s.context_len, "block_table": s.block_table}
+    if s.sinks is not None: given["sinks"] = s.sinks
     (found,) = library.run(kind, given, [len(s.q), len(s.context_len), 0, s.block_table.shape[1], len(s.caches[0])], threads)
     return found
 
 
 def reference(kind: str, s: Step) -> Tensor:
     """In fp64."""
-    _, _, d, _, _, window, softcap = KINDS[kind]
+    _, _, d, _, _, window, softcap, *_ = KINDS[kind]
     return by_name("infc::paged_attention_quantized").reference(
-        s.q.double(), *s.caches, s.query_start, s.context_len, s.block_table, d**-0.5, window, softcap)
+        s.q.double(), *s.caches, s.query_start, s.context_len, s.block_table, d**-0.5, window, softcap, sinks=s.sinks)
 
 
 def rounded(kind: str, s: Step) -> Tensor:
     """The reference in fp32; with queries in bf16, its probabilities are rounded to bf16 before they meet v, as wide caches have it."""
-    _, _, d, dtype, _, window, softcap = KINDS[kind]
+    _, _, d, dtype, _, window, softcap, *_ = KINDS[kind]
     out = torch.zeros(s.q.shape)
     group = s.q.shape[1] // s.caches[0].shape[1]
     k_cache, v_cache = read(*s.caches[:2], F32), read(*s.caches[2:], F32)
@@ -131,7 +138,7 @@ def rounded(kind: str, s: Step) -> Tensor:
         blocks = s.block_table[n, position // 32].long()
         keys, values = (c[blocks, :, position % 32].transpose(0, 1).repeat_interleave(group, 0) for c in (k_cache, v_cache))
         scores = s.q[first:last].float().transpose(0, 1) @ keys.transpose(-1, -2) * d**-0.5
-        p = weigh(scores, visible("causal", window, last - first, context), softcap)
+        p = weigh(scores, visible("causal", window, last - first, context), softcap, sinks=s.sinks)
         out[first:last] = (p.to(dtype).float() @ values).transpose(0, 1)
     return out.flatten(1)
 

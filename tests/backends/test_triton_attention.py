@@ -28,6 +28,7 @@ class Kind:
     softcap: float = 0.0
     head_v: int = 0
     block: int = 32
+    sinks: torch.dtype | None = None
 
 
 KINDS = {
@@ -39,6 +40,9 @@ KINDS = {
     "both": Kind(7, 1, 96, window=70, softcap=30.0),
     "wide": Kind(2, 1, 256),
     "narrow values": Kind(2, 1, 64, head_v=48),
+    "sinks": Kind(8, 1, 64, sinks=F32),
+    "sinks of a group, in a window": Kind(6, 2, 32, window=40, sinks=BF16),
+    "sinks, soft-cap": Kind(3, 1, 48, window=70, softcap=20.0, sinks=F32),
 }
 # (new tokens, context before them) of each sequence
 BATCHES = {
@@ -70,21 +74,26 @@ def step(kind: Kind, batch: list[tuple[int, int]], dtype: torch.dtype, seed: int
     if codes:
         for name in ("k", "v"): held[f"{name}_cache"], held[f"{name}_scale"] = stored(held[f"{name}_cache"], codes)
     return {"q": q, **held, "query_start": starts, "context_len": torch.tensor(lens, dtype=I32), "block_table": blocks,
-            "scale": kind.head**-0.5, "window": kind.window, "softcap": kind.softcap}
+            "scale": kind.head**-0.5, "window": kind.window, "softcap": kind.softcap,
+            "sinks": None if kind.sinks is None else randn(kind.q_heads, dtype=kind.sinks, seed=seed, scale=2) + 2}
 
 
 def check(arguments: dict[str, Any], pick: int = 0) -> Tensor:
-    """Padding gives zeros; every other row is as near to the meaning in fp64 as the reference is, twice over where sums are fp32."""
+    """Padding gives zeros; every other row is as near to the meaning in fp64 as the reference is, twice over where sums are fp32.
+
+    fp32 with sinks: the worst of all rows is, as on the CPU; a row whose weights are small may be exact in one order of its sums.
+    """
     op = "infc::paged_attention" + ("_quantized" if "k_scale" in arguments else "")
     found, tokens = run(op, pick, **arguments), int(arguments["query_start"][-1])
     assert bool((found[tokens:] == 0).all()) and len(found) == tokens + PADDING
     heads = (found[:tokens], plain(op, **arguments)[:tokens], exact(op, **arguments)[:tokens])
+    if found.dtype == F32 and arguments["sinks"] is not None: heads = tuple(part.reshape(1, -1) for part in heads)
     judge(*heads, times=1 if found.dtype == BF16 else 2)
     return found
 
 
 @pytest.mark.parametrize(("kind", "batch"), [*((kind, "mixed") for kind in KINDS), *(("three to one", batch) for batch in BATCHES),
-                                             ("both", "decode"), ("wide", "decode")])
+                                             ("both", "decode"), ("wide", "decode"), *(("sinks", batch) for batch in BATCHES)])
 def test_every_kind_and_batch(kind: str, batch: str) -> None:
     check(step(KINDS[kind], BATCHES[batch], BF16))
 
@@ -98,7 +107,8 @@ def test_every_kind_dtype_and_batch(kind: str, dtype: torch.dtype, batch: str) -
 
 
 @pytest.mark.parametrize(("kind", "dtype", "batch"), [("three to one", F16, "mixed"), ("three to one", F32, "mixed"),
-                                                      ("both", F16, "decodes"), ("both", F32, "decodes")], ids=str)
+                                                      ("both", F16, "decodes"), ("both", F32, "decodes"),
+                                                      ("sinks, soft-cap", F16, "mixed"), ("sinks, soft-cap", F32, "decodes")], ids=str)
 def test_other_dtypes(kind: str, dtype: torch.dtype, batch: str) -> None:
     check(step(KINDS[kind], BATCHES[batch], dtype))
 
@@ -125,6 +135,24 @@ def test_r19_zero_channels_and_rows_of_codes_are_exact_zeros(batch: str, codes: 
     there = ~arguments["v_scale"].isnan()
     arguments["v_cache"].view(torch.uint8)[:], arguments["v_scale"][there] = 0, 0
     assert bool((check(arguments)[tokens] == 0).all())
+
+
+@pytest.mark.parametrize(("codes", "dtype", "batch"), [("int8", BF16, "decode"), ("fp8", F16, "mixed"), ("int8", F32, "mixed"),
+                                                       ("fp8", BF16, "decodes")], ids=str)
+def test_caches_of_codes_and_sinks(codes: str, dtype: torch.dtype, batch: str) -> None:
+    check(step(KINDS["sinks of a group, in a window"], BATCHES[batch], dtype, codes=codes))
+
+
+def test_sinks_of_no_weight_and_of_all_of_it() -> None:
+    """-inf changes nothing, a huge one leaves 0: of that head alone, in every cut, a split's parts together counting it once."""
+    for batch in ("decode", "mixed"):
+        arguments = step(KINDS["sinks"], BATCHES[batch], BF16) | {"sinks": torch.full((8,), -torch.inf)}
+        arguments["sinks"][1] = 1e30
+        for pick in picks("infc::paged_attention", **arguments):
+            found, without = (run("infc::paged_attention", pick, **arguments | more)[:-PADDING].unflatten(1, (8, 64))
+                              for more in ({}, {"sinks": None}))
+            others = [0, *range(2, 8)]
+            assert torch.equal(found[:, others], without[:, others]) and bool((found[:, 1] == 0).all())
 
 
 @settings(max_examples=12, deadline=None, derandomize=True)
@@ -179,9 +207,10 @@ def test_every_cut_is_taken() -> None:
     assert tiles(8, 8, 8192, **sizes | {"group": 71}).rows == 128       # all query heads of a kv head fit one tile
 
 
-@pytest.mark.parametrize("batch", [BATCHES["decode"], BATCHES["mixed"], [(250, 0)]], ids=str)
-def test_every_cut_gives_what_attention_means(batch: list[tuple[int, int]]) -> None:
-    arguments = step(KINDS["three to one"], batch, BF16)
+@pytest.mark.parametrize(("kind", "batch"), [("three to one", BATCHES["decode"]), ("three to one", BATCHES["mixed"]),
+                                             ("three to one", [(250, 0)]), ("sinks", BATCHES["decode"])], ids=str)
+def test_every_cut_gives_what_attention_means(kind: str, batch: list[tuple[int, int]]) -> None:
+    arguments = step(KINDS[kind], batch, BF16)
     several = picks("infc::paged_attention", **arguments)
     assert 2 <= len(several) <= 4
     for pick in several: check(arguments, pick)
@@ -203,6 +232,9 @@ def test_cuts_of_real_sizes() -> None:
     ({"q": torch.zeros(4, 2, 64, dtype=BF16)[..., ::2]}, "a head of q is not contiguous"),
     ({"block_table": torch.zeros(1, 2, dtype=torch.int64)}, "is not i32"),
     ({"q": torch.zeros(4, 200, 32, dtype=BF16)}, "200 query heads share a kv head: up to 128"),
+    ({"sinks": torch.zeros(3)}, "sinks [3] are not one row of 2"),
+    ({"sinks": torch.zeros(4)[::2]}, "sinks [2] are not one row of 2"),
+    ({"sinks": torch.zeros(2, dtype=torch.float64)}, "sinks are torch.float64: bf16, fp16 and fp32 are known"),
 ])
 def test_refuses(change: dict[str, Tensor], reason: str) -> None:
     arguments = step(Kind(), [(1, 3)], BF16) | change

@@ -35,6 +35,22 @@ def test_masks(mask: str, window: int, dtype: torch.dtype) -> None:
     check(**inputs((3, 1), 40, 70, 32, dtype=dtype), mask=mask, window=window)
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(("mask", "window", "softcap"), [("none", 0, 0.0), ("causal", 20, 0.0), ("causal", 0, 15.0)])
+def test_sinks(mask: str, window: int, softcap: float, dtype: torch.dtype) -> None:
+    bias = randn(2, 1, 40, 70, seed=5) if mask == "none" else None
+    check(**inputs((6, 2), 40, 70, 32, dtype=dtype), mask=mask, window=window, softcap=softcap, bias=bias,
+          sinks=randn(6, dtype=BF16 if dtype == BF16 else F32, seed=7, scale=2) + 2)
+
+
+def test_sinks_of_no_weight_and_of_all_of_it() -> None:
+    """-inf changes nothing, a huge one leaves 0; and a row that sees nothing gives 0 with any."""
+    held = inputs((3, 1), 9, 5, 16)
+    found = run("infc::attention", **held, mask="causal", sinks=torch.tensor([-torch.inf, 1e30, 0.0]))
+    assert torch.equal(found[:, 0], run("infc::attention", **held, mask="causal")[:, 0])
+    assert bool((found[:, 1] == 0).all()) and bool((found[:, :, :4] == 0).all()) and bool((found[:, 2, 4:] != 0).any())
+
+
 def test_every_cut_gives_what_attention_means() -> None:
     arguments = {**inputs((2, 1), 200, 200, 64, batch=1), "mask": "causal"}
     several = picks("infc::attention", **arguments)
@@ -79,6 +95,7 @@ def test_views_of_a_merged_projection() -> None:
     ({"v": randn(2, 2, 9, 16)}, "k and v are torch.bfloat16 and torch.float32"),
     ({"q": randn(2, 4, 16, 9, dtype=BF16).transpose(2, 3)}, "is not contiguous"),
     ({"bias": torch.zeros(9, dtype=torch.int32)}, "bias is torch.int32"),
+    ({"sinks": torch.zeros(2)}, "sinks [2] are not one row of 4"),
 ])
 def test_refuses(change: dict, reason: str) -> None:
     assert reason in str(kernels()["infc::attention"].refuse(**inputs((4, 2), 9, 9, 16) | change))

@@ -56,21 +56,24 @@ def floats(rows: int, n: int, k: int, act: str = "", act_bits: int = 0, group: i
 
 
 def attention(tokens: int, sequences: int, q_heads: int = 32, kv_heads: int = 8, head: int = 128, dtype: torch.dtype = BF16,
-              cache: torch.dtype | None = None, window: int = 0, softcap: float = 0.0, blocks: int = 256) -> list[Launch]:
+              cache: torch.dtype | None = None, window: int = 0, softcap: float = 0.0, blocks: int = 256,
+              sinks: bool = False) -> list[Launch]:
     pool, held = sequences * blocks, dict[str, Tensor]()
     for name in ("k", "v"):
         held[f"{name}_cache"] = meta(pool, kv_heads, 32, head, dtype=cache or dtype)
         if cache: held[f"{name}_scale"] = meta(pool, kv_heads, 32, 1, dtype=F32)
     return launches("infc::paged_attention" + ("_quantized" if cache else ""), q=meta(tokens, q_heads, head, dtype=dtype), **held,
                     query_start=meta(sequences + 1, dtype=I32), context_len=meta(sequences, dtype=I32),
-                    block_table=meta(sequences, blocks, dtype=I32), scale=head**-0.5, window=window, softcap=softcap)
+                    block_table=meta(sequences, blocks, dtype=I32), scale=head**-0.5, window=window, softcap=softcap,
+                    sinks=meta(q_heads, dtype=F32) if sinks else None)
 
 
 def dense(batch: int, heads: int, kv_heads: int, length: int, head: int, dtype: torch.dtype = BF16, bias: torch.dtype | None = None,
-          mask: str = "none", window: int = 0, softcap: float = 0.0) -> list[Launch]:
+          mask: str = "none", window: int = 0, softcap: float = 0.0, sinks: bool = False) -> list[Launch]:
     return launches("infc::attention", q=meta(batch, heads, length, head, dtype=dtype), k=meta(batch, kv_heads, length, head, dtype=dtype),
                     v=meta(batch, kv_heads, length, head, dtype=dtype), scale=head**-0.5, mask=mask, window=window, softcap=softcap,
-                    bias=None if bias is None else meta(batch, 1, length, length, dtype=bias))
+                    bias=None if bias is None else meta(batch, 1, length, length, dtype=bias),
+                    sinks=meta(heads, dtype=F32) if sinks else None)
 
 
 HOT = {                                   # what decode and prefill of an 8B model spend their time in, and what it runs on in sm_90a
@@ -107,7 +110,10 @@ def every(arch: str) -> list[Launch]:
         for cache in (torch.int8, *([] if arch == "sm_80" else [torch.float8_e4m3fn])): found += attention(tokens, sequences, cache=cache)
         found += [*attention(tokens, sequences, q_heads=28, kv_heads=4), *attention(tokens, sequences, dtype=F32, head=256),
                   *attention(tokens, sequences, dtype=F32)]
+        for window in (0, 128): found += attention(tokens, sequences, q_heads=64, head=64, window=window, sinks=True)         # gpt-oss
+        found += [*attention(tokens, sequences, sinks=True), *attention(tokens, sequences, cache=torch.int8, sinks=True)]
     for head in (64, 128, 256):
+        found += dense(4, 8, 2, 512, head, mask="causal", sinks=True)
         for bias in (None, torch.bool, F32):
             found += dense(4, 8, 2, 512, head, bias=bias, mask="causal", window=100 if bias else 0, softcap=30.0 if bias else 0.0)
     found += dense(1, 8, 8, 2048, 128, dtype=F32)

@@ -1,5 +1,5 @@
 """Whole programs for a GPU, their kernels interpreted: every bucket, chunked prompts, a mixed batch, padding; against fp64."""
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,26 +8,38 @@ import torch
 from triton_env import kernels  # first: kernels of this process are interpreted
 
 from decoders import llama  # isort: skip
+from step_decoders import VOCAB, Decoder  # isort: skip
 from infc.backends.host_device import HostDevice, Recording
 from infc.backends.triton.device import interpreter
 from infc.compiler import driver
 from infc.compiler.driver import Hooks, Options
 from infc.compiler.errors import CheckFailed
+from infc.compiler.frontends import capture_decoder
+from infc.compiler.frontends.model_meta import UNKNOWN
+from infc.compiler.ir import Graph
 from infc.runtime import golden
 from infc.runtime.artifact import read
 from infc.runtime.device import Copy, OutOfMemory, Work
 from infc.runtime.errors import RuntimeFault
 from infc.runtime.session import Model, load
+from torch import nn
 
 BUCKETS = (1, 4, 16)
 KINDS = {"bf16": Options(), "fp16": Options(dtype="fp16"), "fp32": Options(dtype="fp32"),
          "int8 KV": Options(kv_quant="int8", unverified=True), "fp8 KV": Options(kv_quant="fp8", unverified=True),
          "w4": Options(quant="w4", quant_method="rtn", unverified=True), "fp8": Options(quant="fp8", unverified=True),
-         "fp8a8": Options(quant="fp8a8:tensor", unverified=True)}
-FAST = ("bf16", "fp16", "int8 KV", "fp8 KV")
+         "fp8a8": Options(quant="fp8a8:tensor", unverified=True),
+         "sinks": Options(), "sinks, fp8 KV": Options(kv_quant="fp8", unverified=True)}
+FAST = ("bf16", "fp16", "int8 KV", "fp8 KV", "sinks")
 
 
-def compiled(folder: Path, options: Options, bounds: driver.Bounds) -> Path:
+def sunk() -> Graph:
+    """Sinks in both layers, the first in a window, as gpt-oss alternates."""
+    meta = dict(UNKNOWN) | {"name": "sunk", "vocab_size": VOCAB, "max_positions": 128, "source": {"kind": "module"}}
+    return capture_decoder(Decoder((5, 0), sinks=True).eval(), meta)
+
+
+def compiled(folder: Path, options: Options, bounds: driver.Bounds, model: Callable[[], Graph | nn.Module] = llama) -> Path:
     """A decoder of two layers with 4 query heads on 2 kv heads; nothing of it has run yet."""
     def rewrite(graph):
         return driver._run_passes(graph, options, lambda event: None)
@@ -37,13 +49,13 @@ def compiled(folder: Path, options: Options, bounds: driver.Bounds) -> Path:
         return {"replayed": False}
 
     options = replace(options, target="h100", buckets=BUCKETS, max_sequences=3)
-    return driver.compile(llama(), folder / "llama.infc", options=options, hooks=Hooks(rewrite, keep)).artifact
+    return driver.compile(model(), folder / "llama.infc", options=options, hooks=Hooks(rewrite, keep)).artifact
 
 
 @pytest.fixture(scope="module", params=[k if k in FAST else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     bounds = driver.Bounds()
-    path = compiled(tmp_path_factory.mktemp("program"), KINDS[request.param], bounds)
+    path = compiled(tmp_path_factory.mktemp("program"), KINDS[request.param], bounds, sunk if "sinks" in request.param else llama)
     with read(path) as artifact:
         device = interpreter("sm_90a", [artifact.program(name) for name in bounds], bounds)
     with load(path, device=device, kv_tokens=256) as loaded:

@@ -30,6 +30,7 @@ class Style:
     norm: str = "rms"
     post_norm: bool = False                              # norms on what a block adds, as in Gemma 2
     eager: bool = False                                  # softmax(q k) v spelled out
+    sinks: bool = False                                  # a learned logit a head in each softmax, as in gpt-oss
     skip: bool = False                                   # the embedding is added again at the end: a value that lives long
     twins: bool = False                                  # every token has a double with the same logits
 
@@ -51,6 +52,7 @@ class Layer(nn.Module):
         self.before, self.between, self.after_attention, self.after_ffn = (Norm(style) for _ in range(4))
         self.q, self.k, self.v = (nn.Linear(WIDTH, heads * HEAD, style.bias) for heads in (HEADS, KV, KV))
         self.out = nn.Linear(HEADS * HEAD, WIDTH, style.bias)
+        self.sinks = nn.Parameter(torch.randn(HEADS) * 2) if style.sinks else None
         self.gate, self.up, self.down = (nn.Linear(*size, style.bias) for size in ((WIDTH, FFN), (WIDTH, FFN), (FFN, WIDTH)))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -69,7 +71,10 @@ class Layer(nn.Module):
         if self.style.eager:
             scores = q @ k.transpose(-1, -2) / math.sqrt(HEAD)
             if self.style.softcap: scores = self.style.softcap * torch.tanh(scores / self.style.softcap)
-            y = scores.masked_fill(~seen, -math.inf).softmax(-1) @ v
+            scores = scores.masked_fill(~seen, -math.inf)
+            if self.sinks is not None:
+                scores = torch.cat((scores, self.sinks.reshape(1, -1, 1, 1).expand(batch, -1, length, -1)), -1)
+            y = scores.softmax(-1)[..., :length] @ v
         else:
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
         return self.out(y.transpose(1, 2).reshape(batch, length, -1))
@@ -120,6 +125,7 @@ STYLES = {
     "gemma": Style(windows=(20,), softcap=2.0, final_cap=4.0, act="gelu_tanh", post_norm=True, eager=True),
     "mistral": Style(windows=(20,), act="gelu", bias=True),
     "gptj": Style(bias=True, interleaved=True, rotary=8, act="gelu", gated=False, norm="layer"),
+    "gptoss": Style(windows=(20, 0), sinks=True, eager=True),
     "skip": Style(skip=True),
     "twins": Style(twins=True),
 }
@@ -139,6 +145,12 @@ def _top_left(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _capped_after_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     seen = torch.ones(q.shape[-2], k.shape[-2]).tril().bool()
     return (5 * torch.tanh((q @ k.transpose(-1, -2)).masked_fill(~seen, -math.inf) / 5)).softmax(-1) @ v
+
+
+def _other_column(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A column beside the scores of which another one is cut off: no sinks."""
+    sinks = torch.tensor([0.5, -1.0]).reshape(1, 2, 1, 1).expand(1, -1, q.shape[2], -1)
+    return torch.cat((q @ k.transpose(-1, -2), sinks), -1).softmax(-1)[..., 1:] @ v
 
 
 def _tiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -177,6 +189,7 @@ FUNCTIONS: dict[str, Callable[[], Graph]] = {
     "norm in fp16": lambda: trace(_norm_fp16, *(300 * x for x in _rows(torch.float16)), dynamic=(_ROWS,)),
     "more keys than queries": lambda: trace(_top_left, *_heads(3, 5, 5), dynamic=_LENGTHS),
     "cap after mask": lambda: trace(_capped_after_mask, *_heads(5, 5, 5)),
+    "another column": lambda: trace(_other_column, *_heads(3, 5, 5), dynamic=_LENGTHS),
     "tiled heads": lambda: trace(_tiled, *_heads(3, 5, 5), dynamic=_LENGTHS),
     "sample variance": lambda: trace(_sample_variance, *_rows(), dynamic=(_ROWS,)),
     "returned product": lambda: trace(_returned_product, *_rows(), dynamic=(_ROWS,)),

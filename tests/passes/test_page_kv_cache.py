@@ -57,10 +57,26 @@ def test_no_transposes_and_no_old_sizes_are_left():
 
 @pytest.mark.parametrize("settings", [
     {}, {"windows": (0,)}, {"windows": (3, 0, 40)}, {"windows": (1,)}, {"learned_positions": 128}, {"softcap": 7.0},
+    {"windows": (5, 0), "sinks": True},
 ], ids=str)
 def test_keeps_its_contract(settings):
     before, after = paged(**settings)
     assert check(before, after) < 1e-12
+
+
+def test_sinks_go_along():
+    """And the check sees one that is left out, or that is another layer's."""
+    before, after = paged(windows=(5, 0), sinks=True)
+    filecheck(after, r"""
+    CHECK:      [[FIRST:%\w+]]: f32[4] = aten.reshape({{%\w*sinks_0\w*}}, [-1])
+    CHECK:      infc.paged_attention({{%\w+}}, %k_cache_0, %v_cache_0, {{.*}}, 0.35{{\d+}}, 5, sinks=[[FIRST]])
+    CHECK:      [[SECOND:%\w+]]: f32[4] = aten.reshape({{%\w*sinks_1\w*}}, [-1])
+    CHECK:      infc.paged_attention({{%\w+}}, %k_cache_1, %v_cache_1, {{.*}}, 0.35{{\d+}}, sinks=[[SECOND]])
+    """)
+    first, second = (n for n in after.nodes if n.target is infc.paged_attention.default)
+    for wrong in ({"sinks": first.kwargs["sinks"]}, {}):
+        second.kwargs = wrong
+        with pytest.raises(CheckFailed, match="steps give other logits than the captured graph"): check(before, after)
 
 
 def test_the_whole_pipeline_keeps_it():

@@ -100,6 +100,18 @@ def test_without_rotary_positions_and_with_windows():
     """)
 
 
+def test_sinks_stay_with_their_attention_and_wide():
+    passes = ("fold_constants", "rewrite_attention", "page_kv_cache", "sample_tokens")
+    graph = quantized(decoder(*passes, windows=(0, 5), sinks=True), "int8", 2)
+    was = graph.copy()
+    assert narrow_dtype.PASS.apply(graph)
+    assert narrow_dtype.check(was, graph).error > 0
+    filecheck(graph, r"""
+    CHECK:      [[SINKS:%\w+]]: f32[4] = aten.reshape({{%\w*sinks_1\w*}}, [-1])
+    CHECK:      infc.paged_attention_quantized({{.*}}, %k_cache_1, %k_scale_1, %v_cache_1, {{.*}}, 5, sinks=[[SINKS]], out_dtype=f32)
+    """)
+
+
 def test_narrow_dtype_leaves_codes_and_scales_alone():
     graph = quantized(step(llama(layers=3)), "int8:keep=1", 1)
     was = graph.copy()

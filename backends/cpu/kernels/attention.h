@@ -6,6 +6,7 @@
 // balanced, without a lock.
 //
 // A cache of codes has a scale a token: K's meets the scores, V's the probabilities, so the products are of codes alone.
+// A sink is a score without a key: the sum of a row begins with it, in the part of the item that holds its first page.
 #pragma once
 #include <type_traits>
 #include "kv_wide.h"
@@ -295,15 +296,25 @@ template <class C, int D> struct Attention {
         }
     };
 
+    // each row as it is once its sink is seen: the largest score, its term 1, and no value
+    template <class S> static void sink(const Item& item, int64_t group, const Scale& scale, const S* sinks, Softmax<D>& st) {
+        for (int64_t i = 0; i < item.rows; i++) {
+            st.m[i] = to_f32(sinks[item.head * group + (item.row + i) % group]) / (scale.cap != 0 ? 1.0f : scale.scale);
+            st.l[i] = select(iota() == splat_i32(0), splat(1.0f), splat(0.0f));
+        }
+    }
+
     // pages [from, to) of the item into st; panel holds its query rows. While the last chunk meets its values, the first
-    // keys of `after` (the next item of this thread, from its page `after_from`) are fetched.
+    // keys of `after` (the next item of this thread, from its page `after_from`) are fetched. S: of the sinks, void where there are none.
+    template <class S>
     static void run(const Item& item, int64_t from, int64_t to, const Item& after, int64_t after_from, const L* panel, const QueryRow* rows,
-                    const Cache& cache, int64_t group, int64_t window, const Scale& scale, Pages& wide, Softmax<D>& st) {
+                    const Cache& cache, int64_t group, int64_t window, const Scale& scale, const S* sinks, Pages& wide, Softmax<D>& st) {
         for (int64_t i = 0; i < BLOCK_ROWS; i++) {
             st.m[i] = -__builtin_inff(), st.l[i] = splat(0.0f);
             for (int64_t d = 0; d < D; d += 16) store16(&st.o[i][d], splat(0.0f));
             if (i + 1 == item.rows + ROWS) break;        // rows that only fill a tile are also kept finite
         }
+        if constexpr (!std::is_void<S>::value) { if (from == 0) sink(item, group, scale, sinks, st); }
         const int64_t last_pos = item.first_pos + (item.row + item.rows - 1) / group;
         for (int64_t p = from; p < to; p += CHUNK) {
             Chunk c;
@@ -354,11 +365,11 @@ INFC_INLINE void each_item(int64_t sequences, int64_t kv_heads, int64_t group, i
 }
 
 // q [tokens, kv_heads * group, D] -> y [tokens, kv_heads * group * D]; see the operator for the meaning of the rest. Scales: of codes.
-template <class Q, class C, class Y, int D>
+template <class Q, class C, class Y, int D, class S = void>
 void paged_attention(const infc_run* r, int64_t tokens, int64_t sequences, int64_t table_width, int64_t kv_heads, int64_t group,
                      float scale, int64_t window, float softcap, const void* q, const void* k_cache, const void* v_cache,
                      const void* query_start, const void* context_len, const void* block_table, void* y,
-                     const void* k_scale = nullptr, const void* v_scale = nullptr) {
+                     const void* k_scale = nullptr, const void* v_scale = nullptr, const void* sinks = nullptr) {
     using At = Attention<C, D>;
     using Many = Attention<typename Sides<C>::Many, D>;
     constexpr int64_t PANEL_ROWS = BLOCK_ROWS + (At::ROWS > Many::ROWS ? At::ROWS : Many::ROWS);
@@ -421,7 +432,7 @@ void paged_attention(const infc_run* r, int64_t tokens, int64_t sequences, int64
                                            static_cast<const int32_t*>(block_table), table_width, {kv_heads, r->kv_run}};
             if (As::WIDE && fresh) wide.forget(), fresh = false;
             As::run(it, part.from, part.to, after.item, after.from, x, rows, cache, group, window, typename As::Scale{scale, softcap},
-                    wide, st);
+                    static_cast<const S*>(sinks), wide, st);
         };
         if (it.rows >= MANY_ROWS) run(Many());
         else run(At());

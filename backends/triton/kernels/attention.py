@@ -11,12 +11,12 @@ from ....compiler.ops.attention import MASKS, heads_per_group
 from ..primitives import dot, narrow, tanh
 from ..registry import Emit, kernel
 from ..rows import FLOATS, power_of_2
-from .paged_attention import LOG2_E, MAX_GROUP, MAX_HEAD, cuts, work_of
+from .paged_attention import LOG2_E, MAX_GROUP, MAX_HEAD, cuts, refuse_sinks, work_of
 
 
 def refuse(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, scale: float = 1.0, mask: str = "none",
-    window: int = 0, softcap: float = 0.0,
+    window: int = 0, softcap: float = 0.0, sinks: Tensor | None = None,
 ) -> str | None:
     """None where the kernel takes the call, else why not."""
     if q.dtype not in FLOATS: return f"q is {q.dtype}: bf16, fp16 and fp32 are known"
@@ -28,14 +28,14 @@ def refuse(
     most = 16 if q.dtype == torch.float32 else MAX_GROUP
     if (group := q.shape[1] // k.shape[1]) > most: return f"{group} query heads of {q.dtype} share a kv head: up to {most} are known"
     if (head := max(q.shape[-1], v.shape[-1])) > MAX_HEAD: return f"heads of {head}: up to {MAX_HEAD} are known"
-    return None
+    return refuse_sinks(sinks, q.shape[1])
 
 
 @triton.jit
-def _attention(q_ptr, k_ptr, v_ptr, bias_ptr, y_ptr, queries, keys, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-               bias_batch, bias_head, bias_row, bias_key, scale, softcap, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
-               DV: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, TOKENS: tl.constexpr,
-               ROWS: tl.constexpr, KEYS: tl.constexpr, WIDE: tl.constexpr, WIDE_V: tl.constexpr):
+def _attention(q_ptr, k_ptr, v_ptr, bias_ptr, sink_ptr, y_ptr, queries, keys, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch,
+               v_head, v_row, bias_batch, bias_head, bias_row, bias_key, scale, softcap, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+               D: tl.constexpr, DV: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
+               TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDE: tl.constexpr, WIDE_V: tl.constexpr):
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * TOKENS        # later tiles see more keys: they go first
     batch, kv_head = (tl.program_id(1) // KV_HEADS).to(tl.int64), tl.program_id(1) % KV_HEADS
     row, d, e = tl.arange(0, ROWS), tl.arange(0, WIDE), tl.arange(0, WIDE_V)
@@ -51,6 +51,9 @@ def _attention(q_ptr, k_ptr, v_ptr, bias_ptr, y_ptr, queries, keys, q_batch, q_h
     q = tl.load(q_at, fits[:, None] & (d < D)[None, :], other=0.0)
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
+    if sink_ptr is not None:                                        # a score without a key: seen before the first
+        largest = tl.load(sink_ptr + head, fits, other=0.0).to(tl.float32) * 1.4426950408889634
+        total += 1.0
     acc = tl.zeros((ROWS, WIDE_V), tl.float32)
     for start in range(low, high, KEYS):
         key = start + tl.arange(0, KEYS)
@@ -85,7 +88,7 @@ def _attention(q_ptr, k_ptr, v_ptr, bias_ptr, y_ptr, queries, keys, q_batch, q_h
 @kernel(attention, refuse=refuse)
 def lower(
     emit: Emit, y: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, scale: float = 1.0, mask: str = "none",
-    window: int = 0, softcap: float = 0.0,
+    window: int = 0, softcap: float = 0.0, sinks: Tensor | None = None,
 ) -> None:
     """q [B,Hq,S,D], k [B,Hkv,L,D], v [B,Hkv,L,Dv], bias broadcast to [B,Hq,S,L] -> y [B,Hq,S,Dv]."""
     (batch, heads, queries, d), (kv_heads, keys), dv = q.shape, k.shape[1:3], v.shape[3]
@@ -97,7 +100,7 @@ def lower(
     strides = (0, 0, 0, 0) if bias is None else bias.expand(batch, heads, queries, keys).stride()
     held = q if bias is None else bias.view(torch.uint8) if bias.dtype == torch.bool else bias
     emit(_attention, grid=(-(-queries // per_tile), batch * kv_heads),
-         args=(q, k, v, held, y, queries, keys, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *strides,
+         args=(q, k, v, held, sinks, y, queries, keys, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *strides,
                scale / softcap if softcap else scale * LOG2_E, softcap * LOG2_E),
          work=work_of(replace(cut, keys=block), keys, d, dv, k, q, y), warps=cut.warps, stages=cut.stages,
          spills_ok=True,                                            # none on sm_90a, which a test holds

@@ -37,24 +37,27 @@ CTAS = 264
 def refuse(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, query_start: Tensor, context_len: Tensor, block_table: Tensor,
     scale: float, window: int = 0, softcap: float = 0.0, out_dtype: torch.dtype | None = None,
+    sinks: Tensor | None = None,
 ) -> str | None:
     """None where the kernel takes the call, else why not."""
     if k_cache.dtype != q.dtype or v_cache.dtype != q.dtype: return f"q is {q.dtype}, the caches are {k_cache.dtype} and {v_cache.dtype}"
-    return _refuse(q, (k_cache, v_cache), (query_start, context_len, block_table), out_dtype)
+    return _refuse(q, (k_cache, v_cache), (query_start, context_len, block_table), out_dtype, sinks)
 
 
 def refuse_quantized(
     q: Tensor, k_cache: Tensor, k_scale: Tensor, v_cache: Tensor, v_scale: Tensor, query_start: Tensor, context_len: Tensor,
     block_table: Tensor, scale: float, window: int = 0, softcap: float = 0.0, out_dtype: torch.dtype | None = None,
+    sinks: Tensor | None = None,
 ) -> str | None:
     """None where the kernel takes the call, else why not."""
     if k_cache.dtype not in CODE_TYPES or v_cache.dtype != k_cache.dtype:
         return f"caches of {k_cache.dtype} and {v_cache.dtype}: both i8 or both e4m3 are known"
     if k_scale.dtype != torch.float32 or v_scale.dtype != torch.float32: return f"scales of {k_scale.dtype}, {v_scale.dtype}: fp32 is known"
-    return _refuse(q, (k_cache, v_cache, k_scale, v_scale), (query_start, context_len, block_table), out_dtype)
+    return _refuse(q, (k_cache, v_cache, k_scale, v_scale), (query_start, context_len, block_table), out_dtype, sinks)
 
 
-def _refuse(q: Tensor, caches: tuple[Tensor, ...], numbers: tuple[Tensor, ...], out_dtype: torch.dtype | None) -> str | None:
+def _refuse(q: Tensor, caches: tuple[Tensor, ...], numbers: tuple[Tensor, ...], out_dtype: torch.dtype | None,
+            sinks: Tensor | None) -> str | None:
     if q.dtype not in FLOATS: return f"q is {q.dtype}: bf16, fp16 and fp32 are known"
     if q.stride(-1) != 1: return "a head of q is not contiguous"
     if not all(t.is_contiguous() for t in (*caches, *numbers)): return "a cache, query_start, context_len or block_table is not contiguous"
@@ -65,12 +68,19 @@ def _refuse(q: Tensor, caches: tuple[Tensor, ...], numbers: tuple[Tensor, ...], 
     if q.dtype == torch.float32 and group > 16: return f"{group} query heads share a kv head of fp32: up to 16 are known"
     if (head := max(q.shape[-1], caches[1].shape[-1])) > MAX_HEAD:
         return Limit(f"heads of {head} channels are not supported on this target: up to {MAX_HEAD} are")
-    return refuse_out(out_dtype)
+    return refuse_out(out_dtype) or refuse_sinks(sinks, heads)
+
+
+def refuse_sinks(sinks: Tensor | None, heads: int) -> str | None:
+    """Why these sinks of so many query heads cannot be read, else None."""
+    if sinks is None: return None
+    if sinks.dtype not in FLOATS: return f"sinks are {sinks.dtype}: bf16, fp16 and fp32 are known"
+    return None if tuple(sinks.shape) == (heads,) and sinks.is_contiguous() else f"sinks {list(sinks.shape)} are not one row of {heads}"
 
 
 @triton.jit
-def _attend(q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, start_ptr, context_ptr, table_ptr, y_ptr, sum_ptr, tokens, sequences, blocks,
-            scale, softcap, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
+def _attend(q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, start_ptr, context_ptr, table_ptr, sink_ptr, y_ptr, sum_ptr, tokens, sequences,
+            blocks, scale, softcap, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
             Q_TOKEN: tl.constexpr, Q_HEAD: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, CODES: tl.constexpr,
             SLOTS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
             WIDE: tl.constexpr, WIDE_V: tl.constexpr):
@@ -109,6 +119,9 @@ def _attend(q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, start_ptr, context_pt
     q = tl.load(q_ptr + token[:, None] * Q_TOKEN + head[:, None] * Q_HEAD + d[None, :], fits[:, None] & (d < D)[None, :], other=0.0)
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
+    if sink_ptr is not None:                                        # a score without a key: seen before the first, by one part
+        sink = tl.load(sink_ptr + head, fits, other=0.0).to(tl.float32) * 1.4426950408889634
+        largest, total = tl.where(part == 0, sink, largest), tl.where(part == 0, 1.0, total)
     acc = tl.zeros((ROWS, WIDE_V), tl.float32)
     for key0 in range(begin, stop, KEYS):
         key = key0 + tl.arange(0, KEYS)
@@ -204,7 +217,7 @@ def tiles(
 
 def _lower(
     emit: Emit, y: Tensor, q: Tensor, caches: tuple[Tensor, ...], numbers: tuple[Tensor, Tensor, Tensor], scale: float, window: int,
-    softcap: float,
+    softcap: float, sinks: Tensor | None,
 ) -> None:
     query_start, context_len, block_table = numbers
     k_cache, v_cache = caches[:2]
@@ -218,7 +231,7 @@ def _lower(
     per_tile = cut.rows // group
     wide_v = max(16, power_of_2(dv))
     emit(_attend, grid=(tokens // per_tile + sequences + 1, kv_heads, cut.split),
-         args=(q, k_cache, v_cache, *(caches[2:] or (q, q)), query_start, context_len, block_table, part, sums, tokens, sequences,
+         args=(q, k_cache, v_cache, *(caches[2:] or (q, q)), query_start, context_len, block_table, sinks, part, sums, tokens, sequences,
                block_table.shape[1], scale / softcap if softcap else scale * LOG2_E, softcap * LOG2_E),
          warps=cut.warps, stages=cut.stages, HEADS=heads, GROUP=group, D=d, DV=dv, BLOCK=block, Q_TOKEN=q.stride(0), Q_HEAD=q.stride(1),
          WINDOW=window, SOFTCAP=bool(softcap), CODES=len(caches) > 2, SLOTS=power_of_2(sequences + 1), TOKENS=per_tile,
@@ -245,15 +258,17 @@ def work_of(cut: Tiles, longest: int, d: int, dv: int, cache: Tensor, q: Tensor,
 def lower(
     emit: Emit, y: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, query_start: Tensor, context_len: Tensor, block_table: Tensor,
     scale: float, window: int = 0, softcap: float = 0.0, out_dtype: torch.dtype | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """q [T,Hq,D], caches [P,Hkv,block,D] -> y [T,Hq*D]."""
-    _lower(emit, y, q, (k_cache, v_cache), (query_start, context_len, block_table), scale, window, softcap)
+    _lower(emit, y, q, (k_cache, v_cache), (query_start, context_len, block_table), scale, window, softcap, sinks)
 
 
 @kernel(paged_attention_quantized, refuse=refuse_quantized)
 def lower_quantized(
     emit: Emit, y: Tensor, q: Tensor, k_cache: Tensor, k_scale: Tensor, v_cache: Tensor, v_scale: Tensor, query_start: Tensor,
     context_len: Tensor, block_table: Tensor, scale: float, window: int = 0, softcap: float = 0.0, out_dtype: torch.dtype | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """q [T,Hq,D], caches of codes [P,Hkv,block,D] and scales [P,Hkv,block,1] -> y [T,Hq*D]."""
-    _lower(emit, y, q, (k_cache, v_cache, k_scale, v_scale), (query_start, context_len, block_table), scale, window, softcap)
+    _lower(emit, y, q, (k_cache, v_cache, k_scale, v_scale), (query_start, context_len, block_table), scale, window, softcap, sinks)
