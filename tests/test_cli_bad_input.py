@@ -324,7 +324,7 @@ def test_sigterm_ends_a_compile_and_leaves_nothing(empty: Path):
 
 
 def test_a_bug_is_not_hidden():
-    code = "import sys; from infc.compiler import cli; cli._counts = None; sys.exit(cli.main(['bench', 'x.infc']))"
+    code = "import sys; from infc.compiler import cli; cli.measuring.counts = None; sys.exit(cli.main(['bench', 'x.infc']))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1 and "TypeError" in done.stderr
 
