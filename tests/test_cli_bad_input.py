@@ -77,6 +77,14 @@ def test_a_recipe_line_that_names_nothing_is_told_by_its_file(empty: Path, tmp_p
     refused(compiling("tiny", "--quant", recipe, "--unverified", "-o", empty / "a.infc"), "mine.yaml line 7: 'model.layers.77.*' names no")
 
 
+def test_a_recipe_that_is_not_there_is_told_before_torch_loads(empty: Path):
+    code = ("import sys; from infc.compiler.cli import main; code = main(sys.argv[1:]); "
+            "sys.exit('torch was loaded' if 'torch' in sys.modules else code)")
+    done = subprocess.run([sys.executable, "-c", code, "compile", "tiny", "--quant", "recipes/mine.yaml", "-o", empty / "a.infc"],
+                          capture_output=True, text=True)
+    assert refused(done, "recipes/mine.yaml", "cannot be read") == done.stderr.strip()
+
+
 def test_an_exact_compile_says_which_dtype_it_needs(empty: Path):
     refused(compiling("tiny", "--allow", "exact", "-o", empty / "a.infc"), "--dtype fp32")
 

@@ -66,11 +66,13 @@ def compile_model(
 ) -> None:
     """Compile MODEL to an artifact."""
     from .. import console, misses
+    from ..quant import recipe_file
 
+    if quant is not None: recipe_file.text(quant)                    # before torch loads, and the same of the place below
     if output is not None:
         from ...runtime.artifact import refuse_place
 
-        refuse_place(output if output.suffix == ".infc" else output.with_name(output.name + ".infc"), force)   # before torch loads
+        refuse_place(output if output.suffix == ".infc" else output.with_name(output.name + ".infc"), force)
     with console.Reporter(quiet=quiet) as report:
         from ... import passes
         from .. import driver
