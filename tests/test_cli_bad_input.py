@@ -331,6 +331,19 @@ def test_sigterm_ends_a_compile_and_leaves_nothing(empty: Path):
     assert running.returncode == 143 and "Traceback" not in err
 
 
+def test_a_measurement_is_not_replaced_unasked(tmp_path: Path):
+    """As of a page and of a quality report: told before anything is measured."""
+    saved = tmp_path / "a.json"
+    saved.write_text("kept")
+    done = infc("bench", tiny(), "-o", saved)
+    assert refused(done, "a.json exists: add --force to replace it, or name another with -o") == done.stderr.strip()
+    refused(infc("bench", tiny(), "-o", tmp_path / "none" / "a.json"), "there is no folder")
+    assert saved.read_text() == "kept"
+    small = ("--batches", "1", "--contexts", "8", "--new-tokens", "3", "--prefill", "8", "--rounds", "1", "--quiet")
+    done = infc("bench", tiny(), *small, "-o", saved, "--force")
+    assert done.returncode == 0 and saved.read_text() != "kept"
+
+
 def test_a_bug_is_not_hidden():
     code = "import sys; from infc.compiler import cli; cli.measuring.counts = None; sys.exit(cli.main(['bench', 'x.infc']))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

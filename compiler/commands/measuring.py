@@ -21,6 +21,7 @@ def measure(
         str | None, typer.Option(help="prompt lengths [default: those of 128,256,1024 that fit]", show_default=False)
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="samples of each; medians want 5 or more")] = 5,
+    force: Annotated[bool, typer.Option("--force", help="replace the saved JSON if it exists")] = False,
     threads: Threads = None,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -29,6 +30,7 @@ def measure(
     from ...runtime import bench as core
     from .. import console, files
 
+    if output: files.refuse_existing(output, force)
     usual = core.Workload()
     given = {"contexts": given_counts("contexts", contexts), "prefill": given_counts("prefill", prefill)}
     work = core.Workload(counts("batches", batches), given["contexts"] or usual.contexts, new_tokens, given["prefill"] or usual.prefill,
