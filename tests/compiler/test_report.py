@@ -26,8 +26,9 @@ from infc.runtime.program import Buffer, Call, Candidate, Choice, Kernel, Progra
 from tiny_artifact import infc, tiny
 
 PEAKS = Peaks(
-    cpu="a test", isa="", threads=2, read_gb_s=10.0, kv_read_gb_s=10.0, cache_gb_s=50.0, thread_cache_gb_s=50.0, weight_cache_gb_s=50.0,
-    key_cache_gb_s=50.0, scan_gb_s=50.0, product_gflop_s={"bf16": 100.0, "f32": 50.0}, attention_gflop_s={"bf16": 100.0, "f32": 50.0},
+    cpu="a test", isa="", threads=2, read_gb_s=10.0, kv_read_gb_s={"bf16": 10.0}, cache_gb_s=50.0, thread_cache_gb_s=50.0,
+    weight_cache_gb_s=50.0, key_cache_gb_s={"bf16": 50.0}, scan_gb_s=50.0, product_gflop_s={"bf16": 100.0, "f32": 50.0},
+    attention_gflop_s={"bf16": 100.0, "f32": 50.0},
     exposed=0.0, barrier_s=0.0, aten_call_s=0.0, llc_bytes=1 << 20)
 
 
