@@ -90,21 +90,22 @@ def compiled(request: Mapping[str, Any], begin: Callable[[str], None], tell: Cal
 
     from infc import passes
     from infc.compiler import driver, verification
+    from infc.compiler.options import BUCKETS, SEQUENCES, Options, pass_options
     from infc.compiler.pipeline import run_pipeline
 
     begin(request["name"])
     start = time.perf_counter()
     if request["brief"]: verification.SHORT = (9,)
     quant, kv = request["quant"], request["kv"]
-    options = driver.Options(
+    options = Options(
         target=request["target"], quant=quant, kv_quant=kv, unverified=(quant, kv) != ("none", "none"),
-        quant_method="auto" if quant == "none" else "rtn", buckets=tuple(request["buckets"]) or driver.BUCKETS["cuda"],
-        max_sequences=driver.SEQUENCES["cuda"], check=request["check"], reuse=False, force=True)
+        quant_method="auto" if quant == "none" else "rtn", buckets=tuple(request["buckets"]) or BUCKETS["cuda"],
+        max_sequences=SEQUENCES["cuda"], check=request["check"], reuse=False, force=True)
 
     def rewrite(graph: Any) -> Any:
         return run_pipeline(
             graph, passes.pipeline(options.dtype, options.quant != "none", options.kv_quant != "none"), allow=options.allow,  # type: ignore
-            check=options.check, options=driver.pass_options(options) | {"pays": None}, needed=passes.NEEDED)                 # type: ignore
+            check=options.check, options=pass_options(options) | {"pays": None}, needed=passes.NEEDED)                        # type: ignore
 
     def verified(folder: Path, bounds: Any) -> dict[str, Any]:
         if not request["host"]: return {"replayed": False}

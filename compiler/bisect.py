@@ -26,8 +26,11 @@ from .errors import CheckFailed, InfcError, UserError
 from .frontends import capture
 from .graph_check import GraphCheck
 from .ir import Graph
+from .options import Options, check_options, pass_options
 from .pipeline import PassResult, PipelineReport
 from .prefixes import Prefixes, Ran, first_bad, needed_for, place_of
+from .progress import Event, Listener
+from .replays import VERIFY_TOKENS, Bounds, host_device
 from .rewrite import Contract
 
 LAST_NEEDED = "sample_tokens"
@@ -80,26 +83,26 @@ class Search:
     """One bisect: what it works on, how it tells of its progress, and how often it ran something."""
 
     captured: Graph
-    options: driver.Options
-    tell: driver.Listener
+    options: Options
+    tell: Listener
     runs: int = 0
 
     @property
     def pass_options(self) -> dict[str, Any]:
-        return driver.pass_options(self.options)
+        return pass_options(self.options)
 
     def ran(self, what: str, good: bool | None, left: int = 0) -> None:
         """Count a run and tell its outcome."""
         self.runs += 1
         outcome = {True: "good", False: "bad", None: "cannot be tested"}[good]
-        self.tell(driver.Event("note", "bisect", f"  run {self.runs}: {what}: {outcome}" + (f"; {left} left" if left else "")))
+        self.tell(Event("note", "bisect", f"  run {self.runs}: {what}: {outcome}" + (f"; {left} left" if left else "")))
 
     def phase(self, name: str, text: str) -> None:
-        self.tell(driver.Event("phase", name, text))
+        self.tell(Event("phase", name, text))
 
 
 def bisect(
-    model: Any, *, options: driver.Options | None = None, command: str | None = None, on_event: driver.Listener | None = None,
+    model: Any, *, options: Options | None = None, command: str | None = None, on_event: Listener | None = None,
 ) -> Found:
     """The first bad rewrite or kernel of a model's compile.
 
@@ -108,13 +111,13 @@ def bisect(
     then the program's with the golden ones. Raises UserError where the command cannot be run or fails before any rewrite, CheckFailed
     where the model has no answer to compare with.
     """
-    options = options or driver.Options()
-    driver.check_options(options)
+    options = options or Options()
+    check_options(options)
     if command is not None and "{artifact}" not in command:
         raise UserError(f"--command {command!r} has no {{artifact}}: write it where the artifact's path belongs")
     tell = on_event or (lambda event: None)
-    tell(driver.Event("phase", "capture", "capturing the model"))
-    captured = model if isinstance(model, Graph) else capture(model, progress=lambda line: tell(driver.Event("note", "capture", line)))
+    tell(Event("phase", "capture", "capturing the model"))
+    captured = model if isinstance(model, Graph) else capture(model, progress=lambda line: tell(Event("note", "capture", line)))
     search = Search(captured, options, tell)
     return _by_command(search, command) if command else _by_answers(search)
 
@@ -186,7 +189,7 @@ def _first_rewrite(search: Search, prefixes: Prefixes, graphs: Graphs) -> Found:
 def _kernels(search: Search, prefixes: Prefixes, folder: Path) -> Found:
     found: list[Found] = []
 
-    def judge(artifact: Path, bounds: driver.Bounds) -> dict[str, Any]:
+    def judge(artifact: Path, bounds: Bounds) -> dict[str, Any]:
         machine = Machine(artifact, targets.find(search.options.target), bounds)
         with machine.load() as model:
             if not machine.kernels: reference.install(model.executor, bounds, lambda unit: False)
@@ -211,7 +214,7 @@ class Machine:
 
     artifact: Path
     target: targets.Target
-    bounds: driver.Bounds
+    bounds: Bounds
 
     @property
     def gpu(self) -> bool:
@@ -220,13 +223,13 @@ class Machine:
     @property
     def kernels(self) -> bool:
         """Does it run them?"""
-        return not self.gpu or driver.host_device(self.artifact, self.target, self.bounds)[1]
+        return not self.gpu or host_device(self.artifact, self.target, self.bounds)[1]
 
     def load(self) -> Model:
         """The model, nothing of it recorded."""
         if not self.gpu: return load(self.artifact)
-        device, _ = driver.host_device(self.artifact, self.target, self.bounds)
-        model = load(self.artifact, device=device, kv_tokens=driver.VERIFY_TOKENS)
+        device, _ = host_device(self.artifact, self.target, self.bounds)
+        model = load(self.artifact, device=device, kv_tokens=VERIFY_TOKENS)
         model.cache.clear()
         return model
 
@@ -303,7 +306,7 @@ def _before_any(search: Search, prefixes: Prefixes, graphs: Graphs, base: int, a
     if reason is None:
         raise UserError("the command fails before any rewrite: the fault is not in the passes "
                         "(without --command, infc bisect looks at the kernels)")
-    search.tell(driver.Event(
+    search.tell(Event(
         "note", "bisect", f"  wrong already with {', '.join(sorted(always))} alone, which every artifact needs: {reason}"))
     return _by_answers(search)
 
@@ -327,7 +330,7 @@ def _test(search: Search, prefixes: Prefixes, cut: int, artifact: Path, command:
         unjudged = {"replayed": False, "reason": "the command judges it"}
         _compile(search, prefixes, prefixes.at(cut), artifact, lambda folder, bounds: unjudged)
     except (InfcError, RuntimeFault) as error:
-        search.tell(driver.Event("note", "bisect", f"  no artifact with the first {cut} rewrites: {error}"))
+        search.tell(Event("note", "bisect", f"  no artifact with the first {cut} rewrites: {error}"))
         return None
     line = command.replace("{artifact}", shlex.quote(str(artifact)))
     code = subprocess.run(line, shell=True, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode
@@ -336,7 +339,7 @@ def _test(search: Search, prefixes: Prefixes, cut: int, artifact: Path, command:
     return None if code == SKIP else code == 0
 
 
-def _compile(search: Search, prefixes: Prefixes, graph: Graph, path: Path, judge: Callable[[Path, driver.Bounds], dict[str, Any]]) -> None:
+def _compile(search: Search, prefixes: Prefixes, graph: Graph, path: Path, judge: Callable[[Path, Bounds], dict[str, Any]]) -> None:
     def rewrite(captured: Graph) -> PipelineReport:
         captured.restore(graph)
         return PipelineReport([PassResult(ran.one.name, ran.one.contract, ran.fired) for ran in prefixes.passes])

@@ -13,7 +13,7 @@ from ..runtime.manifest import GPU
 
 
 class Event(Protocol):
-    """What the driver reports; `compiler.driver.Event` is one."""
+    """What the driver reports; `compiler.progress.Event` is one."""
 
     @property
     def kind(self) -> str: ...

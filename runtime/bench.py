@@ -59,14 +59,15 @@ def measure(
     """The whole report, plain data. `note` gets one line per stage. Raises RuntimeFault where the workload does not fit.
 
     may_drop: of "contexts" and "prefill", those whose lengths nobody asked for: what is longer than the model's positions is left out,
-    said, and in the report under "left_out".
+    said, and in the report under "left_out"; where none is left, the longest that fits is taken.
     """
     work = msgspec.structs.replace(work, threads=threads or default_threads())
     say = note or (lambda text: None)
     with load(path, threads=work.threads) as model:
         work, left_out = _fitting(work, may_drop, model.limits.positions)
         for name, lengths in left_out.items():
-            say(f"{name} of {', '.join(map(str, lengths))} tokens left out: this model has {model.limits.positions} positions")
+            say(f"{name} of {', '.join(map(str, lengths))} tokens left out: this model has {model.limits.positions} positions; "
+                f"measured: {', '.join(map(str, getattr(work, name)))}")
         _check_fits(model, work)
     say(f"fresh processes: {work.rounds} of a {work.cold_prompt}-token prompt")
     cold = [_fresh_process(path, work) for _ in range(work.rounds)]
@@ -160,10 +161,10 @@ def _times(events: Sequence[tuple[int, int, float]], which: Callable[..., float]
 
 
 def _fitting(work: Workload, may_drop: Sequence[str], positions: int) -> tuple[Workload, dict[str, list[int]]]:
-    """The workload without lengths that are too long, and those; as it is where none would be left."""
-    more = {"contexts": work.new_tokens, "prefill": 0}
-    kept = {name: tuple(n for n in getattr(work, name) if n + more[name] <= positions) for name in may_drop}
-    left_out = {name: [n for n in getattr(work, name) if n not in lengths] for name, lengths in kept.items() if lengths}
+    """The workload without lengths that are too long, and those; where none is left the longest that fits, as it is where none does."""
+    room = {"contexts": positions - work.new_tokens, "prefill": positions}
+    kept = {name: tuple(n for n in getattr(work, name) if n <= room[name]) or (room[name],) for name in may_drop if room[name] > 0}
+    left_out = {name: [n for n in getattr(work, name) if n not in lengths] for name, lengths in kept.items()}
     left_out = {name: lengths for name, lengths in left_out.items() if lengths}
     return msgspec.structs.replace(work, **{name: kept[name] for name in left_out}), left_out
 
@@ -179,7 +180,8 @@ def _check_fits(model: Model, work: Workload) -> None:
         raise RuntimeFault(f"batch {max(work.batches)} is more than the {limits.sequences} sequences this artifact takes; give --batches")
     longest = max(*(c + work.new_tokens for c in work.contexts), *work.prefill)
     if longest > limits.positions:
-        raise RuntimeFault(f"{longest} tokens are more than this model's {limits.positions}; give shorter --contexts or --prefill")
+        raise RuntimeFault(f"{longest} tokens are more than this model's {limits.positions}; give shorter --contexts or --prefill, or "
+                           "fewer --new-tokens")
 
 
 def _report(

@@ -114,7 +114,7 @@ class TunedInfo(msgspec.Struct, frozen=True):
     gpu: str
     driver: str
     rounds: int
-    context: int  # tokens before those of a step, as attention was measured
+    context: int  # the most tokens before those of a step that attention was measured at
     margin: float  # by which a candidate had to be faster than the one before
     choices: int
     changed: int

@@ -33,12 +33,6 @@ TIMES = 5
 TOGETHER = 32
 """Calls recorded at most: layers whose weights pass through the L2 one behind the other."""
 
-CONTEXT = 1024
-"""Tokens before those of the step, in every sequence that attention reads; fewer where the model or its KV pool holds fewer."""
-
-GOLDEN_TOKENS = 8192
-"""Room of the KV pool for the golden prompts: more than all of them together, twice."""
-
 MARGIN = 0.02
 """By how much a candidate must be faster than the one it replaces: less than that is noise of clocks."""
 
@@ -81,22 +75,22 @@ def tune(
     refuse_place(target, force)
     with read(source) as artifact:
         _check(artifact)
-        buckets, most = artifact.manifest.buckets, artifact.manifest.model.max_positions
-    context = min(CONTEXT, most - 1)
-    room = max(_sequences(bucket, most) * (context + 2 * BLOCK) + bucket.bucket["T"] for bucket in buckets) + GOLDEN_TOKENS
-    with load(source, device=device, kv_tokens=room) as model:
+        buckets = artifact.manifest.buckets
+    with load(source, device=device) as model:
         device = _gpu(model).device
         programs = [model.artifact.program(bucket.name) for bucket in buckets]
         choices = dict[str, list[Choice]]()
         cold = (device.allocate(2 * device.l2_bytes, "memory that empties the L2"), 2 * device.l2_bytes)
         for bucket, program in zip(buckets, programs, strict=True):
-            note(f"{bucket.name}: {sum(len(c.candidates) > 1 for c in program.choices)} choices, {rounds} rounds")
+            note(f"{bucket.name}: {sum(len(c.candidates) > 1 for c in program.choices)} choices, {rounds} rounds, "
+                 f"sequences of {sum(_lengths(model, bucket)[0])} tokens")
             choices[bucket.name] = [_with_times(choice, us) for choice, us in zip(
-                program.choices, _measured(model, bucket, program, context, rounds, cold), strict=True)]
+                program.choices, _measured(model, bucket, program, rounds, cold), strict=True)]
         note("replaying the golden prompts")
         tuned, wrong, golden = _verified(model, programs, choices, brief)
         calls = [_timed(program.name, old, new, (program.name, at) in wrong) for program, one in zip(programs, tuned, strict=True)
                  for at, (old, new) in enumerate(zip(program.choices, one.choices, strict=True)) if len(old.candidates) > 1]
+        context = max(before for bucket in buckets for before, _ in _lengths(model, bucket))
         info = TunedInfo(device.name, device.driver_version, rounds, context, MARGIN, len(calls), sum(c.before != c.after for c in calls))
         found = Tuned(str(target), info, tuple(calls), _sums(calls, "before"), _sums(calls, "after"), golden, golden.passed)
         if golden.passed: _write(model.artifact, source, target, force, tuned, found)
@@ -120,12 +114,12 @@ def _gpu(model: Model) -> GpuExecutor:
 # ---- measuring
 
 def _measured(
-    model: Model, bucket: BucketInfo, program: Program, context: int, rounds: int, cold: tuple[int, int],
+    model: Model, bucket: BucketInfo, program: Program, rounds: int, cold: tuple[int, int],
 ) -> Iterator[list[float]]:
     """Of each choice, microseconds of a call by candidate."""
     executor = _gpu(model)
     with ExitStack() as opened:
-        model.run_logits(_works(model, bucket, context, opened), False, bucket.name)     # inputs and all buffers are a step's now
+        model.run_logits(_works(model, bucket, opened), False, bucket.name)     # inputs and all buffers are a step's now
         table = executor.table(bucket.name)
         opened.callback(table.close)
         for choice in program.choices:
@@ -150,13 +144,20 @@ def _sequences(bucket: BucketInfo, most: int) -> int:
     return bucket.bucket["T"] if bucket.bucket["T"] <= bucket.bucket["N"] else -(-bucket.bucket["T"] // most)
 
 
-def _works(model: Model, bucket: BucketInfo, context: int, opened: ExitStack) -> list[Work]:
-    """A step that fills a bucket, behind as much context as there is room for."""
-    tokens, most, works = bucket.bucket["T"], model.limits.positions, list[Work]()
+def _lengths(model: Model, bucket: BucketInfo) -> list[tuple[int, int]]:
+    """(tokens before the step, tokens of the step) of each sequence of one that fills a bucket: all of the model's positions, as the
+    compiler ranks candidates; where the KV pool, so the card's memory, holds fewer, an equal share of it for each."""
+    tokens, most = bucket.bucket["T"], model.limits.positions
     count = _sequences(bucket, most)
-    for index in range(count):
-        new = tokens // count + (index < tokens % count)
-        before = max(0, min(context, most - new, model.pool.count // count * BLOCK - new))
+    length = min(most, model.pool.count // count * BLOCK)
+    new = [tokens // count + (index < tokens % count) for index in range(count)]
+    return [(max(0, length - one), one) for one in new]
+
+
+def _works(model: Model, bucket: BucketInfo, opened: ExitStack) -> list[Work]:
+    """A step that fills a bucket."""
+    works = list[Work]()
+    for index, (before, new) in enumerate(_lengths(model, bucket)):
         sequence = opened.enter_context(model.sequence())
         model.pool.grow(sequence, blocks_for(before + new))
         sequence.length = before

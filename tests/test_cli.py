@@ -112,7 +112,8 @@ def test_inspect_json_has_the_stable_names():
 
 
 def test_verify_and_check():
-    assert result("verify", tiny())["passed"] is True
+    told = result("verify", tiny())
+    assert told["passed"] is True and told["hashed"] is True and told["replayed"] is True
     assert result("check", tiny()) == {**result("check", tiny()), "runs": True, "missing": []}
     refused = infc("check", tiny(), "--target", "portable")
     needs = result("inspect", tiny())["manifest"]["isa"]
@@ -168,9 +169,25 @@ def test_bench_leaves_out_usual_lengths_that_do_not_fit():
     done = infc("bench", tiny(), *small)
     made = json.loads(done.stdout)
     assert set(made["prefill"]) == {"128", "256"} and made["left_out"] == {"prefill": [1024]}
-    assert "prefill of 1024 tokens left out: this model has 512 positions" in done.stderr
+    assert "prefill of 1024 tokens left out: this model has 512 positions; measured: 128, 256" in done.stderr
     refused = infc("bench", tiny(), *small, "--prefill", "128,1024")
     assert refused.returncode == 2 and "1024 tokens are more than this model's 512" in refused.stderr
+
+
+@pytest.mark.parametrize(("positions", "contexts", "prefill", "left_out"), [
+    (2048, (128, 448), (128, 256, 1024), {}), (512, (128, 448), (128, 256), {"prefill": [1024]}),
+    (192, (128,), (128,), {"contexts": [448], "prefill": [256, 1024]}),
+    (100, (36,), (100,), {"contexts": [128, 448], "prefill": [128, 256, 1024]}),
+    (64, (128, 448), (64,), {"prefill": [128, 256, 1024]}),                    # no context leaves room for the new tokens: refused
+])
+def test_bench_takes_usual_lengths_that_fit_or_the_longest_that_does(
+    positions: int, contexts: tuple[int, ...], prefill: tuple[int, ...], left_out: dict[str, list[int]],
+):
+    from infc.runtime.bench import Workload, _fitting
+
+    work, left = _fitting(Workload(), ("contexts", "prefill"), positions)
+    assert (work.contexts, work.prefill, left) == (contexts, prefill, left_out)
+    assert _fitting(Workload(), (), positions) == (Workload(), {})             # what was asked for is not changed
 
 
 def test_bench_json_has_the_stable_names_and_compares(tmp_path: Path):

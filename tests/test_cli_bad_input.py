@@ -77,6 +77,14 @@ def test_a_recipe_line_that_names_nothing_is_told_by_its_file(empty: Path, tmp_p
     refused(compiling("tiny", "--quant", recipe, "--unverified", "-o", empty / "a.infc"), "mine.yaml line 7: 'model.layers.77.*' names no")
 
 
+def test_a_recipe_that_is_not_there_is_told_before_torch_loads(empty: Path):
+    code = ("import sys; from infc.compiler.cli import main; code = main(sys.argv[1:]); "
+            "sys.exit('torch was loaded' if 'torch' in sys.modules else code)")
+    done = subprocess.run([sys.executable, "-c", code, "compile", "tiny", "--quant", "recipes/mine.yaml", "-o", empty / "a.infc"],
+                          capture_output=True, text=True)
+    assert refused(done, "recipes/mine.yaml", "cannot be read") == done.stderr.strip()
+
+
 def test_an_exact_compile_says_which_dtype_it_needs(empty: Path):
     refused(compiling("tiny", "--allow", "exact", "-o", empty / "a.infc"), "--dtype fp32")
 
@@ -347,8 +355,21 @@ def test_sigterm_ends_a_compile_and_leaves_nothing(empty: Path):
     assert running.returncode == 143 and "Traceback" not in err
 
 
+def test_a_measurement_is_not_replaced_unasked(tmp_path: Path):
+    """As of a page and of a quality report: told before anything is measured."""
+    saved = tmp_path / "a.json"
+    saved.write_text("kept")
+    done = infc("bench", tiny(), "-o", saved)
+    assert refused(done, "a.json exists: add --force to replace it, or name another with -o") == done.stderr.strip()
+    refused(infc("bench", tiny(), "-o", tmp_path / "none" / "a.json"), "there is no folder")
+    assert saved.read_text() == "kept"
+    small = ("--batches", "1", "--contexts", "8", "--new-tokens", "3", "--prefill", "8", "--rounds", "1", "--quiet")
+    done = infc("bench", tiny(), *small, "-o", saved, "--force")
+    assert done.returncode == 0 and saved.read_text() != "kept"
+
+
 def test_a_bug_is_not_hidden():
-    code = "import sys; from infc.compiler import cli; cli._counts = None; sys.exit(cli.main(['bench', 'x.infc']))"
+    code = "import sys; from infc.compiler import cli; cli.measuring.counts = None; sys.exit(cli.main(['bench', 'x.infc']))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1 and "TypeError" in done.stderr
 

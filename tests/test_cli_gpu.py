@@ -1,6 +1,7 @@
 """The command line about a GPU, on a machine that has none."""
 import functools
 import json
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -50,6 +51,20 @@ def test_what_must_run_says_that_there_is_no_gpu(command: tuple[str, ...]) -> No
     if torch.cuda.is_available(): pytest.skip("there is one")
     done = infc(command[0], compiled()[0], *command[1:])
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "NVIDIA driver" in done.stderr
+
+
+def test_verify_says_that_the_files_are_as_hashed_where_nothing_can_run(tmp_path: Path) -> None:
+    if torch.cuda.is_available(): pytest.skip("there is one")
+    done = infc("verify", compiled()[0])
+    assert done.returncode == 2 and f"{compiled()[0]}: every file as hashed; its golden prompts cannot be replayed here: " in done.stderr
+    done = infc("verify", compiled()[0], "--json")
+    told = json.loads(done.stdout)
+    assert done.returncode == 2 and told["hashed"] and not told["replayed"] and "NVIDIA driver" in told["reason"]
+    damaged = shutil.copytree(compiled()[0], tmp_path / "damaged.infc")
+    cubin = next((damaged / "code").iterdir())
+    cubin.write_bytes(cubin.read_bytes()[:-1] + b"?")
+    done = infc("verify", damaged)
+    assert done.returncode == 2 and "was altered" in done.stderr and "as hashed" not in done.stderr and "driver" not in done.stderr
 
 
 def test_a_budget_on_time_goes_by_the_data_sheet_and_says_so() -> None:

@@ -138,16 +138,20 @@ def test_each_row_is_in_the_json_at_once(check: ModuleType, tmp_path: Path) -> N
 
 
 def test_a_worker_that_fails_says_why(check: ModuleType, tmp_path: Path) -> None:
-    worker = check.Worker("peers", tmp_path)
-    with pytest.raises(check.Died, match="KeyError: 'dry'"): list(worker.ask({}, time.monotonic() + 60))
-    with pytest.raises(check.Died, match="exit code 1"): list(worker.ask({}, time.monotonic() + 60))
+    from gpu_worker import Died, Worker
+
+    worker = Worker("peers", tmp_path)
+    with pytest.raises(Died, match="KeyError: 'dry'"): list(worker.ask({}, time.monotonic() + 60))
+    with pytest.raises(Died, match="exit code 1"): list(worker.ask({}, time.monotonic() + 60))
     worker.close()
-    slow = check.Worker("peers", tmp_path)
-    with pytest.raises(check.Died, match="its time is up"): list(slow.ask({"dry": True, "model": "tiny", "layers": 1}, time.monotonic()))
+    slow = Worker("peers", tmp_path)
+    with pytest.raises(Died, match="its time is up"): list(slow.ask({"dry": True, "model": "tiny", "layers": 1}, time.monotonic()))
     assert slow.process.poll() is not None
 
 
 def test_a_crash_costs_its_own_case(check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import gpu_parts
+
     asked: list[list[str]] = []
 
     class Crashing:
@@ -158,13 +162,13 @@ def test_a_crash_costs_its_own_case(check: ModuleType, monkeypatch: pytest.Monke
             asked.append(list(request["done"]))
             if "infc::rope odd" not in request["done"]:
                 yield {"name": "infc::linear 1x2x3", "op": "infc::linear", "share": 0.5}
-                raise check.Died("RuntimeFault: the GPU's context is lost", "infc::rope odd")
+                raise gpu_parts.Died("RuntimeFault: the GPU's context is lost", "infc::rope odd")
             yield {"name": "infc::sample 8", "op": "infc::sample", "share": 0.0}
             yield {"left_out": "cases of infc::attention 3"}
 
-    monkeypatch.setattr(check, "Worker", Crashing)
+    monkeypatch.setattr(gpu_parts, "Worker", Crashing)
     found = {"parts": {"A": {"done": False, "rows": [], "left_out": []}}}
-    check.part_a(check.Run(tmp_path, None, False, ["A"], "h200", "sm_90a", 100, found))
+    gpu_parts.part_a(check.Run(tmp_path, None, False, ["A"], "h200", "sm_90a", 100, found))
     part = found["parts"]["A"]
     assert asked == [[], ["infc::linear 1x2x3", "infc::rope odd"]] and part["left_out"] == ["cases of infc::attention 3"]
     assert [row["name"] for row in part["rows"]] == ["infc::linear 1x2x3", "infc::rope odd", "infc::sample 8"]

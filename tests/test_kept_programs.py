@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="needs the extra `gpu`")
 from infc.backends import reference
 from infc.backends.host_device import HostDevice
 from infc.backends.triton import device
-from infc.compiler import driver, kept
+from infc.compiler import driver, kept, replays
 from infc.compiler.driver import Options
 from infc.compiler.errors import CheckFailed
 from infc.runtime import golden
@@ -26,17 +26,17 @@ OPTIONS = Options(target="h100", buckets=(1, 8), reuse=False)
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, driver.Result, driver.Bounds]]:
     """A compile that finds everything out, in a cache of its own, on reference operators; and what lies behind its programs."""
-    bounds, real = driver.Bounds(), driver._replay_on_host
+    bounds, real = driver.Bounds(), driver.replay_on_host
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "interprets", lambda: False)
-        patch.setattr(driver, "_replay_on_host", lambda *given: bounds.update(given[2]) or real(*given))
+        patch.setattr(driver, "replay_on_host", lambda *given: bounds.update(given[2]) or real(*given))
         folder = tmp_path_factory.mktemp("kept")
         kernels = kept.cache_folder() / "triton"
         patch.setenv("XDG_CACHE_HOME", str(folder))
         kept.cache_folder().mkdir()
         (kept.cache_folder() / "triton").symlink_to(kernels, target_is_directory=True)
         made = driver.compile(MODEL, folder / "a.infc", options=OPTIONS)
-        patch.setattr(driver, "_replay_on_host", real)
+        patch.setattr(driver, "replay_on_host", real)
         yield folder, made, bounds
 
 
@@ -47,7 +47,7 @@ def compiled(folder: Path, **changes: Any) -> driver.Result:
 def test_the_same_programs_are_verified_once(first: tuple[Path, driver.Result, driver.Bounds], monkeypatch: pytest.MonkeyPatch) -> None:
     folder, made, _ = first
     assert made.verify["kept_from"] == made.verify["golden_kept_from"] == "" and made.verify["passed"]
-    monkeypatch.setattr(driver, "replay", lambda *_, **__: pytest.fail("replayed again"))
+    monkeypatch.setattr(replays, "replay", lambda *_, **__: pytest.fail("replayed again"))
     again = compiled(folder)
     assert again.verify["kept_from"] and again.verify["golden_kept_from"] and again.version == made.version
     assert {k: v for k, v in again.verify.items() if "kept_from" not in k} == {k: v for k, v in made.verify.items() if "kept_from" not in k}
@@ -60,7 +60,7 @@ def test_the_same_programs_are_verified_once(first: tuple[Path, driver.Result, d
 def test_a_plan_that_lets_values_overlap_is_caught_behind_a_warm_cache(
     first: tuple[Path, driver.Result, driver.Bounds], monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real = driver._programs
+    real = driver.build_programs
 
     def overlapping(*given: Any) -> Any:
         programs, *rest = real(*given)
@@ -68,28 +68,28 @@ def test_a_plan_that_lets_values_overlap_is_caught_behind_a_warm_cache(
             msgspec.structs.replace(b, offset=0) if b.kind == "arena" else b for b in p.buffers]) for p in programs]
         return spoiled, *rest
 
-    monkeypatch.setattr(driver, "_programs", overlapping)
+    monkeypatch.setattr(driver, "build_programs", overlapping)
     with pytest.raises(CheckFailed, match="the program is not the graph"): compiled(first[0])
 
 
 def test_a_key_holds_every_file_and_the_graph(first: tuple[Path, driver.Result, driver.Bounds]) -> None:
     _, made, bounds = first
     with read(made.artifact) as artifact: manifest = artifact.manifest
-    keys = [driver._replay_key(manifest, bounds)]
+    keys = [replays.replay_key(manifest, bounds)]
     for name, info in manifest.files.items():
         files = {**manifest.files, name: msgspec.structs.replace(info, sha256="0" * 64)}
-        found = driver._replay_key(msgspec.structs.replace(manifest, files=files), bounds)
+        found = replays.replay_key(msgspec.structs.replace(manifest, files=files), bounds)
         if name == "report.json": assert found == keys[0]              # it holds times, and no step reads it
         else: keys.append(found)
     assert manifest.golden
-    keys.append(driver._replay_key(msgspec.structs.replace(manifest, golden=msgspec.structs.replace(manifest.golden, bound=9.0)), bounds))
+    keys.append(replays.replay_key(msgspec.structs.replace(manifest, golden=msgspec.structs.replace(manifest.golden, bound=9.0)), bounds))
     graph = next(iter(bounds.values())).graph
     name = next(iter(graph.weights))
     kept_weight = graph.weights[name]
     graph.weights[name] = kept_weight * 2
-    keys.append(driver._replay_key(manifest, bounds))
+    keys.append(replays.replay_key(manifest, bounds))
     graph.weights[name] = kept_weight
-    assert len(set(keys)) == len(keys) >= 8 and driver._replay_key(manifest, bounds) == keys[0]
+    assert len(set(keys)) == len(keys) >= 8 and replays.replay_key(manifest, bounds) == keys[0]
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import triton_env  # noqa: F401  # isort: skip  # first: kernels of this process
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -180,6 +181,41 @@ def test_rounds_take_turns(made: Made, tmp_path: Path, monkeypatch: pytest.Monke
     ticks = iter(range(10**6))
     found = quick(made, tmp_path / "tuned.infc", lambda work: 1e6 - next(ticks), monkeypatch, rounds=9)
     assert found.info.changed == 0 and found.info.rounds == 9
+
+
+class Full(Idle):
+    """It has room for the weights, the arena and three blocks of keys and values."""
+
+    def free_memory(self) -> int:
+        with read(self.path) as artifact: manifest = artifact.manifest
+        assert manifest.weights
+        taken = manifest.weights.data_bytes + max(bucket.arena_bytes for bucket in manifest.buckets)
+        return taken + -(-3 * sum(kv.block_bytes for kv in manifest.kv) * 10 // 9)
+
+    path: Path
+
+
+def test_attention_is_timed_at_full_length_or_at_what_the_card_holds(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """256 positions, less the one token of the smallest step; three blocks of 32 tokens, less one."""
+    notes = list[str]()
+    assert quick(made, tmp_path / "long.infc", lambda work: 8.0, monkeypatch, note=notes.append).info.context == 255
+    assert any("step_T1:" in note and "sequences of 256 tokens" in note for note in notes)
+    monkeypatch.setattr(tuning, "replay", lambda model, buckets=(), brief=False: PASSED)
+    small = Full(lambda work: 8.0)
+    small.path = made.path
+    assert tune(made.path, tmp_path / "short.infc", device=small).info.context == 95
+
+
+@pytest.mark.parametrize(("tokens", "sequences", "blocks", "lengths"), [
+    (1, 1, 10**6, [(131_071, 1)]), (8, 8, 10**6, [(131_071, 1)] * 8), (8, 8, 80, [(319, 1)] * 8), (2048, 64, 10**6, [(129_024, 2048)]),
+    (2048, 64, 100, [(1152, 2048)]), (200_000, 64, 10**6, [(31_072, 100_000)] * 2),
+])
+def test_a_step_is_timed_behind_what_the_compiler_ranks(tokens: int, sequences: int, blocks: int, lengths: list[tuple[int, int]]) -> None:
+    model = SimpleNamespace(limits=SimpleNamespace(positions=131_072), pool=SimpleNamespace(count=blocks))
+    bucket = SimpleNamespace(bucket={"T": tokens, "N": sequences})
+    assert tuning._lengths(model, bucket) == lengths                       # type: ignore[arg-type]
 
 
 def test_answers_that_differ_write_nothing(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,11 +25,16 @@ STEADY = 0.1                           # two reads around a sample agree to this
 UNDISTURBED = 0.95                     # of a sample's wall time, the share in which every thread ran
 BUDGET_S = 10.0                        # after this, a busy machine's samples are taken as they are, and said to be that
 SEQUENCES, SHORT = 4, 4                # decoded at once over scattered blocks; blocks of the shorter context
-FROM_MEMORY = ("read", "kv_short", "kv_long", "kv_write", "start", "even", "rows", "scan")     # cases that read memory
+FROM_MEMORY = ("read", "kv_short_bf16", "kv_long_bf16", "kv_short_i8", "kv_long_i8", "kv_write", "start", "even", "rows",
+               "scan")                 # cases that read memory
+KEY_BYTES = {"bf16": 2 * HEAD, "f32": 4 * HEAD, "i8": HEAD + 4}         # of one key of one head: a code has a scale of fp32 a token
 RESIDENT = 12 << 20                    # activations: more than the second-level caches, less than the last one
 MEMORY = 192 << 20                     # bytes read to see memory, at least 4 times the last cache
 
 _TYPES = {"bf16": "infc::bf16", "f32": "float"}
+_CACHES = {**{t: (c, c, "") for t, c in _TYPES.items()}, "i8": ("infc::bf16", "infc::digits8", ", b[7], b[8]")}
+"""Of a KV cache: its dtype -> the queries' type, the kernel's name for the cache's, the codes' scales."""
+
 _CODED = tuple((bits, *acts) for bits in (8, 4) for acts in ((16, 0), (8, 32)))         # bits of weights and of rows, these in groups of
 
 KERNELS = {
@@ -37,8 +42,8 @@ KERNELS = {
        for t, c in _TYPES.items()},
     **{f"product_w{bits}a{acts}": f"infc::linear_of<infc::Coded<float, {bits}, 32, false, {acts}, {group}>, float>"
        f"(r, r->dims[0], {K}, {N}, b[0], b[1], nullptr, nullptr, b[2]);" for bits, acts, group in _CODED},
-    **{f"attention_{t}": f"infc::paged_attention<{c}, {c}, {c}, {HEAD}>(r, r->dims[0], r->dims[1], r->dims[3], {HEADS}, {GROUP}, "
-       "0.125f, 0, 0.0f, b[0], b[1], b[2], b[3], b[4], b[5], b[6]);" for t, c in _TYPES.items()},
+    **{f"attention_{t}": f"infc::paged_attention<{q}, {c}, {q}, {HEAD}>(r, r->dims[0], r->dims[1], r->dims[3], {HEADS}, {GROUP}, "
+       f"0.125f, 0, 0.0f, b[0], b[1], b[2], b[3], b[4], b[5], b[6]{scales});" for t, (q, c, scales) in _CACHES.items()},
     "rows": f"infc::rms_norm<float, float, infc::bf16>(r, r->dims[0], {N}, 1e-5f, b[0], b[1], b[2]);",
     "kv_write": f"infc::kv_write<float, infc::bf16>(r, r->dims[0], {HEADS}, {HEAD}, b[0], b[1], b[2], b[3], b[4]);",
     "scan": "infc::sample(r, r->dims[2], 32768, b[0], b[1], b[2], b[3], b[4], b[5]);",
@@ -152,29 +157,31 @@ def _products(m: TimedPool, big: np.ndarray, cases: dict[str, Callable[[], float
 def _attentions(m: TimedPool, cases: dict[str, Callable[[], float]], cold_bytes: int) -> None:
     """Prefill and decode over cached keys, and decode over blocks of which SHORT at a time lie together, the rest scattered in memory."""
     block = HEADS * 32 * HEAD                                 # elements of one block of keys
-    for dtype, item in (("bf16", 2), ("f32", 4)):
-        kind = np.uint16 if item == 2 else np.float32
+    for dtype, item, wide in (("bf16", 2, 2), ("f32", 4, 4), ("i8", 1, 2)):       # wide: of a query's value
         pages, new = 16, 256
-        kv = m.memory(2 * pages * block * item, kind)
-        q, y = (m.memory(new * HEADS * GROUP * HEAD * item, kind) for _ in range(2))
+        kv = m.memory(2 * pages * block * item, np.float32 if item == 4 else np.uint16)       # any bits are codes
+        scales = m.memory(pages * HEADS * 32 * 4, np.float32)                     # the same for keys and values, and read by codes alone
+        q, y = (m.memory(new * HEADS * GROUP * HEAD * wide, np.float32 if wide == 4 else np.uint16) for _ in range(2))
         table = m.ints(np.arange(pages))
         for name, tokens in (("attention", new), ("keys", 1)):
             start, lens = m.ints(np.array([0, tokens])), m.ints(np.array([pages * 32]))
             values = kv.ctypes.data + pages * block * item
-            row = [q.ctypes.data, kv.ctypes.data, values, *(a.ctypes.data for a in (start, lens, table, y))]
+            row = [q.ctypes.data, kv.ctypes.data, values, *(a.ctypes.data for a in (start, lens, table, y, scales, scales))]
             cases[f"{name}_{dtype}"] = m.steps(f"attention_{dtype}", [row] * 4, [tokens, 1, 0, pages])
     pages = 32                                                # of the longer context; both read the same scattered blocks
-    blocks = cold_bytes // (2 * block * 2) // (SEQUENCES * pages) * SEQUENCES * pages      # whole runs (runtime/kv_runs.py)
-    kv = m.memory(2 * blocks * block * 2)
-    half = kv.nbytes // 2
-    order = np.random.default_rng(1).permutation(blocks // SHORT)[:, None] * SHORT + np.arange(SHORT)
-    start, q, y = m.ints(np.arange(SEQUENCES + 1)), m.memory(1 << 16), m.memory(1 << 16)
-    for name, used in (("kv_short", SHORT), ("kv_long", pages)):
-        lens, tables = m.ints(np.full(SEQUENCES, used * 32)), []
-        for row in order.reshape(-1, SEQUENCES * used):
-            table = m.ints(row)
-            tables.append([q.ctypes.data, kv.ctypes.data, kv.ctypes.data + half, *(a.ctypes.data for a in (start, lens, table, y))])
-        cases[name] = m.steps("attention_bf16", tables, [SEQUENCES, SEQUENCES, 0, used])
+    kv = m.memory(cold_bytes // (2 * block * 2) * 2 * block * 2)
+    half, start, q, y = kv.nbytes // 2, m.ints(np.arange(SEQUENCES + 1)), m.memory(1 << 16), m.memory(1 << 16)
+    for dtype, item in (("i8", 1), ("bf16", 2)):              # codes fill it with twice as many blocks; bf16's are written below
+        blocks = half // (block * item) // (SEQUENCES * pages) * SEQUENCES * pages       # whole runs (runtime/kv_runs.py)
+        order = np.random.default_rng(1).permutation(blocks // SHORT)[:, None] * SHORT + np.arange(SHORT)
+        scales = [m.memory(blocks * HEADS * 32 * 4, np.float32) for _ in range(2)] if item == 1 else []
+        for name, used in (("kv_short", SHORT), ("kv_long", pages)):
+            lens, tables = m.ints(np.full(SEQUENCES, used * 32)), []
+            for row in order.reshape(-1, SEQUENCES * used):
+                table = m.ints(row)
+                tables.append([q.ctypes.data, kv.ctypes.data, kv.ctypes.data + half,
+                               *(a.ctypes.data for a in (start, lens, table, y, *scales))])
+            cases[f"{name}_{dtype}"] = m.steps(f"attention_{dtype}", tables, [SEQUENCES, SEQUENCES, 0, used])
     x, tables = m.memory(SEQUENCES * HEADS * HEAD * 4, np.float32), []
     for row in order[:, 0].reshape(-1, SEQUENCES):            # one token to each of so many scattered blocks
         slots = m.ints(row * 32)
@@ -187,23 +194,25 @@ def _peaks(took: Mapping[str, float], big: int, cpu: str, isa: str, threads: int
     product = 2 * 256 * K * N / 1e9
     read = big / took["read"] / 1e9
     flops = HEADS * GROUP * (4 * HEAD + 5)
-    pairs, cached = 256 * 256 + 256 * 257 // 2, 512 * HEADS * HEAD * 2
+    pairs, cached = 256 * 256 + 256 * 257 // 2, 512 * HEADS * 2                   # cached: keys and values of all heads
     start = max(0.0, took["start"])
     exposed = took["even"] - start * read * 1e9 / (K * N * 2)  # the start is there as well
-    cold = SEQUENCES * 32 * HEADS * HEAD * 2 * 2 / 1e9       # of one block each
-    per_block = max((took["kv_long"] - took["kv_short"]) / (32 - SHORT), 1e-9)
-    keys = {dtype: took[f"keys_{dtype}"] for dtype in ("bf16", "f32")}
+    cold = {dtype: SEQUENCES * 32 * HEADS * size * 2 / 1e9 for dtype, size in KEY_BYTES.items()}      # of one block each
+    per_block = {dtype: max((took[f"kv_long_{dtype}"] - took[f"kv_short_{dtype}"]) / (32 - SHORT), 1e-9) for dtype in ("bf16", "i8")}
+    keys = {dtype: took[f"keys_{dtype}"] for dtype in KEY_BYTES}
     row = N * 6 / 1e9                                         # reads fp32, writes bf16
     barrier = took["barrier"]
     return Peaks(
         cpu=cpu, isa=isa, threads=threads, read_gb_s=read,
-        kv_read_gb_s=cold / per_block, kv_start_s=max(0.0, took["kv_short"] - SHORT * per_block) / SEQUENCES,
-        kv_write_gb_s=cold / 32 / took["kv_write"], start_s=start,
+        kv_read_gb_s={dtype: cold[dtype] / seconds for dtype, seconds in per_block.items()},
+        kv_start_s=max(0.0, took["kv_short_bf16"] - SHORT * per_block["bf16"]) / SEQUENCES,
+        kv_write_gb_s=cold["bf16"] / 32 / took["kv_write"], start_s=start,
         cache_gb_s=64 * row / (took["rows"] - barrier), thread_cache_gb_s=row / max(took["row"] - barrier, 1e-9),
-        weight_cache_gb_s=K * N * 2 / 1e9 / took["weights"], key_cache_gb_s=cached * 2 / 1e9 / keys["bf16"],
+        weight_cache_gb_s=K * N * 2 / 1e9 / took["weights"],
+        key_cache_gb_s={dtype: cached * KEY_BYTES[dtype] / 1e9 / keys[dtype] for dtype in ("bf16", "i8")},
         scan_gb_s=32768 * 4 / 1e9 / took["scan"],
         product_gflop_s={name.removeprefix("product_"): product / s for name, s in took.items() if name.startswith("product_")},
-        attention_gflop_s={dtype: flops * pairs / 1e9 / max(took[f"attention_{dtype}"] - keys[dtype], 1e-9) for dtype in ("bf16", "f32")},
+        attention_gflop_s={dtype: flops * pairs / 1e9 / max(took[f"attention_{dtype}"] - keys[dtype], 1e-9) for dtype in KEY_BYTES},
         exposed=min(1.0, max(0.0, exposed)), barrier_s=barrier, aten_call_s=_aten_call(), llc_bytes=llc,
         quiet=quiet)
 

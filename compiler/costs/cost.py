@@ -124,15 +124,17 @@ def predict(kernel: Mapping[str, Any], load: Load, peaks: Peaks, *, streams: boo
 def _product(kernel: Mapping[str, Any], m: Moved, peaks: Peaks, streams: bool, change: Change) -> tuple[float, float]:
     """Seconds of reading the weights, and of multiplying."""
     rate = peaks.read_gb_s if streams else peaks.weight_cache_gb_s
-    return m.weights * _share(kernel, change.weight_bits) / 1e9 / rate, m.flops / 1e9 / _of(peaks.product_gflop_s, kernel)
+    return m.weights * _share(kernel, change.weight_bits) / 1e9 / rate, m.flops / 1e9 / _of(peaks.product_gflop_s, kernel["dtype"])
 
 
 def _attention(kernel: Mapping[str, Any], m: Moved, load: Load, peaks: Peaks, streams: bool, change: Change) -> tuple[float, float]:
-    """Seconds of reading old keys and values from memory, and of the arithmetic and this step's own, which a step ago were written."""
+    """Seconds of reading old keys and values from memory, and of the arithmetic and this step's own, which a step ago were written: all
+    at the rates of a cache in that dtype, or in the codes that a change holds it in."""
     fresh = min(1.0, load.dims["T"] / max(1, load.keys())) if streams else 1.0
     kv = m.kv * _share(kernel, change.kv_bits)
-    memory, cached = kv * (1 - fresh) / 1e9 / peaks.kv_read_gb_s, kv * fresh / 1e9 / peaks.key_cache_gb_s
-    return memory, m.flops / 1e9 / _of(peaks.attention_gflop_s, kernel) + cached
+    dtype = kernel["dtype"] if change.kv_bits >= bits_of(kernel) else f"i{change.kv_bits:.0f}"
+    memory, cached = kv * (1 - fresh) / 1e9 / _of(peaks.kv_read_gb_s, dtype), kv * fresh / 1e9 / _of(peaks.key_cache_gb_s, dtype)
+    return memory, m.flops / 1e9 / _of(peaks.attention_gflop_s, dtype) + cached
 
 
 def _rows(kernel: Mapping[str, Any], m: Moved, load: Load, peaks: Peaks, streams: bool, change: Change) -> float:
@@ -144,9 +146,9 @@ def _rows(kernel: Mapping[str, Any], m: Moved, load: Load, peaks: Peaks, streams
     return seconds + (m.kv * (1 - scattered) + m.activations) / 1e9 / rate
 
 
-def _of(rates: Mapping[str, float], kernel: Mapping[str, Any]) -> float:
-    """The rate of a kernel's dtype; one that was not measured is multiplied as bf16."""
-    return rates.get(kernel["dtype"], rates["bf16"])
+def _of(rates: Mapping[str, float], dtype: str) -> float:
+    """The rate of a dtype; one that was not measured is read and multiplied as bf16."""
+    return rates.get(dtype, rates["bf16"])
 
 
 def bits_of(kernel: Mapping[str, Any]) -> int:

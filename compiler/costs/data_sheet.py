@@ -12,10 +12,11 @@ def data_sheet(target: Target) -> Peaks:
     gpu = target.gpu
     assert gpu is not None, f"{target.name} is no GPU"
     rate, wide = gpu.bandwidth_gb_s, gpu.bf16_tflops * 1e3
+    cache = {"bf16": rate}                             # by dtype: of any other as of bf16, for bytes are bytes
     products = {"bf16": wide, "f16": wide, "f32": gpu.fp32_tflops * 1e3, "w8a8": gpu.int8_tops * 1e3, "w4a8": gpu.int8_tops * 1e3}
     if gpu.fp8_tflops is not None: products["fp8a8"] = gpu.fp8_tflops * 1e3
     return Peaks(
-        cpu=f"{target.name}, as its data sheet has it", isa=target.isa, threads=1, read_gb_s=rate, kv_read_gb_s=rate, cache_gb_s=rate,
-        thread_cache_gb_s=rate, weight_cache_gb_s=rate, key_cache_gb_s=rate, scan_gb_s=rate, product_gflop_s=products,
+        cpu=f"{target.name}, as its data sheet has it", isa=target.isa, threads=1, read_gb_s=rate, kv_read_gb_s=cache, cache_gb_s=rate,
+        thread_cache_gb_s=rate, weight_cache_gb_s=rate, key_cache_gb_s=cache, scan_gb_s=rate, product_gflop_s=products,
         attention_gflop_s={"bf16": wide, "f16": wide, "f32": gpu.fp32_tflops * 1e3, "i8": wide, "f8e4m3": wide}, exposed=0.0, barrier_s=0.0,
         aten_call_s=0.0, llc_bytes=gpu.l2_bytes, kv_write_gb_s=rate)

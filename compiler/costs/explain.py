@@ -189,7 +189,7 @@ def at_rate(peaks: Peaks, read_gb_s: float, costs: cost.Costs) -> Peaks:
     Scattered KV blocks are bound by the time of a first access, not by the rate: at 35 and at 62 GB/s of reads they came at 28.5 and 29.5.
     """
     if costs["weight_bytes"] <= peaks.llc_bytes: return peaks
-    return replace(peaks, read_gb_s=read_gb_s, kv_read_gb_s=min(peaks.kv_read_gb_s, read_gb_s))
+    return replace(peaks, read_gb_s=read_gb_s, kv_read_gb_s={dtype: min(rate, read_gb_s) for dtype, rate in peaks.kv_read_gb_s.items()})
 
 
 def _ratios(phases: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -209,7 +209,8 @@ def show(report: Mapping[str, Any]) -> None:
     pairs("machine, at most: no kernel was measured on it" if on_sheet else "machine, as its own kernels reach it" if p["quiet"]
           else "machine, busy with other work: its peaks are higher", {
         "gpu" if on_sheet else "cpu": f"{p['cpu']}, {p['isa']}" + ("" if on_sheet else f", {report['threads']} threads"),
-        "reads": f"memory {p['read_gb_s']:.1f} GB/s, KV blocks {p['kv_read_gb_s']:.1f}, caches {p['cache_gb_s']:.1f}",
+        "reads": f"memory {p['read_gb_s']:.1f} GB/s, caches {p['cache_gb_s']:.1f}, KV blocks "
+                 + ", ".join(f"{d} {r:.1f}" for d, r in p["kv_read_gb_s"].items()),
         "products": ", ".join(f"{d} {r:.0f} GFLOP/s" for d, r in p["product_gflop_s"].items()),
         "attention": ", ".join(f"{d} {r:.0f} GFLOP/s" for d, r in p["attention_gflop_s"].items()),
         **({} if on_sheet else {"barrier": f"{p['barrier_s'] * 1e6:.2f} us"})})

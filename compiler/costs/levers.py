@@ -16,7 +16,8 @@ def bounds(costs: Costs, phases: Iterable[Phase], peaks: Peaks) -> list[dict[str
 
     Each is the predicted time with what the lever saves gone and nothing added: no dequantization, no scales, no fused kernel that
     is slower. Quantized weights are multiplied as fast as those there are (weight-only formats), so a product bound by arithmetic gains
-    nothing. A format that everything has already is left out.
+    nothing. A KV cache in codes is read and multiplied as its own kernel does, where that was measured. A format that everything has
+    already is left out.
     """
     weight, cache = (max((bits_of(k) for k in costs["kernels"] if k["kind"] == kind), default=0) for kind in ("product", "attention"))
     changes = [(f"weight int{bits}", Change(weight_bits=bits)) for bits in (8, 4) if bits < weight]

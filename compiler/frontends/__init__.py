@@ -24,16 +24,18 @@ def capture(spec: "str | Path | nn.Module", inputs: "Sequence[Tensor] | None" = 
             outputs: Sequence[str] | None = None, progress: Progress = lambda line: None, cache: "Kept | None" = None) -> "Graph":
     """A Graph of a model: a name (`infc models`), `random:NAME?layers=N`, a .gguf file, a Hugging Face folder, or a module.
 
-    Decoders become (input_ids [B, S], position_ids [B, S]) -> logits, with batch and length dynamic. A module of another
-    kind needs example `inputs`, and `dynamic` names its dynamic axes: {"x": {0: "B"}}. cache: graphs that earlier compiles captured.
-    Raises UserError (exit 2) with one line for what cannot be captured, CheckFailed when the graph is not the module.
+    Decoders become (input_ids [B, S], position_ids [B, S]) -> logits, with batch and length dynamic, in fp32 whatever their weights came
+    in. A module of another kind needs example `inputs`, and `dynamic` names its dynamic axes: {"x": {0: "B"}}. cache: graphs that earlier
+    compiles captured. Raises UserError (exit 2) with one line for what cannot be captured, CheckFailed when the graph is not the module.
     """
     from torch import nn
 
     if not isinstance(spec, nn.Module):
         return capture_decoder(*load(spec, progress), progress, _known(spec, cache, progress) if cache else None)
     if inputs is None:
-        return capture_decoder(*_decoder_module(spec), progress)
+        from .widened import widened
+
+        return capture_decoder(*_decoder_module(widened(spec, progress)), progress)
     from .torch_module import capture_module
 
     meta = {"name": type(spec).__name__, "source": {"kind": "module"}}

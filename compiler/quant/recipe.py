@@ -24,12 +24,12 @@ from torch import fx
 from ..errors import UserError, nearest
 from ..ir import Graph, arguments
 from ..ops import aten, infc
+from . import recipe_file
 from .blocks import note, stored
 from .matrices import paths
 from .scheme import Scheme, parse, stored_as
 
 FORMAT = 1
-SUFFIXES = (".yaml", ".yml")
 KEYS = ("format", "layers")
 
 
@@ -157,9 +157,7 @@ def _mixed_note(choices: dict[str, Scheme | None], scheme: Scheme | None, count:
 def read(quant: str) -> Scheme | Recipe | None:
     """What `--quant` asks for: a scheme for all, `keep`, a recipe's file, or a recipe's text. UserError, one line, for anything else."""
     if quant.startswith("format:"): return from_text(quant, "the recipe")
-    if quant.endswith(SUFFIXES): return from_text(_file(Path(quant)), Path(quant).name)
-    if not quant.startswith("keep") and Path(quant).is_file():
-        raise UserError(f"--quant {quant} is a file without {' or '.join(SUFFIXES)} at its end: a recipe's name ends so")
+    if (written := recipe_file.text(quant)) is not None: return from_text(written, Path(quant).name)
     try:
         found = choice(quant)
     except UserError as error:
@@ -169,7 +167,7 @@ def read(quant: str) -> Scheme | Recipe | None:
 
 def text_of(quant: str) -> str:
     """`--quant` as it reaches a key: a recipe's content in place of its file's name."""
-    return str(read(quant)) if quant.endswith(SUFFIXES) else quant
+    return str(read(quant)) if quant.endswith(recipe_file.SUFFIXES) else quant
 
 
 def beside(artifact: Path, force: bool) -> Path:
@@ -179,15 +177,6 @@ def beside(artifact: Path, force: bool) -> Path:
         raise UserError(f"{path}: exists already; " + ("add --force to replace it, or -o for another place" if path.is_file() else
                                                        "it is no recipe: remove it yourself, or give -o for another place"))
     return path
-
-
-def _file(path: Path) -> str:
-    try:
-        return path.read_text("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: byte {error.start} is no UTF-8: a recipe is YAML text") from error
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({(error.strerror or str(error)).lower()}); name a recipe, or a scheme like w8") from error
 
 
 def from_text(text: str, name: str) -> Recipe:

@@ -11,7 +11,7 @@ from .graphs import graphs
 from .memory import memory_map
 from .pipeline import timeline
 from .roofline import phases, roofline, speeds
-from .tables import bucket_table, head, kernel_table
+from .tables import bucket_table, choice_table, head, kernel_table
 
 
 def collect(artifact: Artifact, peaks: Peaks | None = None, measured: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -24,12 +24,14 @@ def collect(artifact: Artifact, peaks: Peaks | None = None, measured: Mapping[st
     manifest, report = artifact.manifest, artifact.report("passes", "coverage", "graph_error", "seconds")
     programs = [artifact.program(bucket.name) for bucket in manifest.buckets]
     size = sum(info.bytes for info in manifest.files.values())
+    dropped = (report.get("candidates") or {}).get("dropped", ())
     return {
         "head": head(manifest, report, size) | {"kv_token": sum(kv.block_bytes for kv in manifest.kv) // BLOCK},
         "families": FAMILIES, "pipeline": timeline(report), "graph": graphs(report.get("graphs", {})),
         "memory": {program.name: memory_map(program) for program in programs},
         "buckets": bucket_table(manifest, programs),
         "kernels": {program.name: kernel_table(manifest, program) for program in programs},
+        "choices": {program.name: choice_table(manifest, program, dropped) for program in programs},
         **_speed(report.get("costs"), peaks, measured), "measured": measured,
     }
 

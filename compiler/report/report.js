@@ -511,6 +511,21 @@ function dataTable(columns, rows) {
     el("tbody", {}, rows.map((row) => el("tr", {}, columns.map(([, cell, right]) => el("td", { class: right ? "num" : "" }, cell(row))))))));
 }
 
+const cutTable = (rows) => dataTable([
+  ["operator", (c) => el("span", { class: "mono dim" }, c.op)], ["calls", (c) => c.calls, true],
+  ["cut", (c) => el(c.runs ? "strong" : "span", { class: "mono" }, c.runs ? `${c.name}, runs` : c.name)], ["registers", (c) => c.registers, true],
+  ["programs/SM", (c) => c.programs_per_sm, true], ["waves", (c) => c.waves.toFixed(2), true], ["predicted µs", (c) => c.predicted_us.toFixed(2), true],
+  ["measured µs", (c) => c.measured_us ? c.measured_us.toFixed(2) : "–", true]], rows);
+
+const droppedTable = (rows) => dataTable([
+  ["operator", (c) => el("span", { class: "mono dim" }, c.op)], ["cut", (c) => el("span", { class: "mono" }, c.candidate)], ["dropped because", (c) => c.reason]], rows);
+
+function cuts({ kept, dropped }) {
+  const part = (title, rows, table) => rows.length ? [el("h3", { style: { margin: "18px 0 10px" } }, title), table(rows)] : [];
+  return [...part("Cuts on the shortlist, the likeliest of each call and its rule's; infc tune measures them", kept, cutTable),
+    ...part("Cuts that were dropped", dropped, droppedTable)];
+}
+
 function programs() {
   const kernels = el("div"), names = Object.keys(D.kernels);
   const draw = (name) => {
@@ -519,7 +534,7 @@ function programs() {
       ["kernel", (k) => el("span", { class: "mono" }, k.name, el("span", { class: "dim" }, ` ${k.hash}`))], ["operator", (k) => el("span", { class: "mono dim" }, k.op)], ["steps", (k) => k.steps, true],
       ["bytes", (k) => bytes(k.bytes), true], ["flops", (k) => flops(k.flops), true], ["flops a byte", (k) => k.bytes ? small(k.flops / k.bytes) : "–", true],
       ["share of bytes", (k) => el("span", {}, percent(k.bytes / total), el("span", { class: "share" }, el("i", { style: { width: `${100 * k.bytes / total}%`, background: colour(k.family) } }))), true],
-    ], rows));
+    ], rows), ...cuts(D.choices[name]));
   };
   $("programs").append(lead("Programs", "One list of steps for each bucket, over shared kernels. Flops and bytes are counted at a bucket's maxima."),
     el("div", { class: "panel" }, el("h3", {}, "Buckets"), dataTable([

@@ -1,4 +1,4 @@
-"""The tables of buckets and of kernels."""
+"""The tables of buckets, of kernels, and of the cuts that were to be had of a GPU's."""
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,6 +30,19 @@ def kernel_table(manifest: Manifest, program: Program) -> list[dict[str, Any]]:
         row["flops"] += step.flops
         row["bytes"] += step.bytes
     return sorted(rows.values(), key=lambda row: -row["bytes"])
+
+
+def choice_table(manifest: Manifest, program: Program, dropped: Sequence[Mapping[str, str]]) -> dict[str, list[dict[str, Any]]]:
+    """Of one bucket's choices, a row for each candidate that was kept, the one that runs marked, registers those of its hungriest launch;
+    and those that were dropped, with the reason. dropped: of all buckets, as report.json has them. Empty where a kernel has one cut."""
+    kernels = {kernel.hash: kernel for kernel in manifest.kernels}
+    kept = [
+        {"op": choice.op, "calls": len(choice.calls), "name": one.name, "runs": at == choice.chosen,
+         "registers": max(kernels[step.kernel].registers or 0 for step in one.steps), "programs_per_sm": one.programs_per_sm,
+         "waves": one.waves, "predicted_us": one.predicted_us, "measured_us": one.measured_us or None}
+        for choice in program.choices for at, one in enumerate(choice.candidates)]
+    return {"kept": kept, "dropped": [{name: one[name] for name in ("op", "candidate", "reason")}
+                                      for one in dropped if one["bucket"] == program.name]}
 
 
 def head(manifest: Manifest, report: Mapping[str, Any], size: int) -> dict[str, Any]:

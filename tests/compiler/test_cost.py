@@ -11,8 +11,8 @@ from infc.compiler.errors import UserError
 from infc.compiler.ops.kv_write import BLOCK
 
 PEAKS = Peaks(
-    cpu="a test", isa="x86-64-v3", threads=2, read_gb_s=10.0, kv_read_gb_s=5.0, cache_gb_s=40.0, thread_cache_gb_s=20.0,
-    weight_cache_gb_s=80.0, key_cache_gb_s=50.0, scan_gb_s=25.0, product_gflop_s={"bf16": 100.0, "f32": 50.0},
+    cpu="a test", isa="x86-64-v3", threads=2, read_gb_s=10.0, kv_read_gb_s={"bf16": 5.0}, cache_gb_s=40.0, thread_cache_gb_s=20.0,
+    weight_cache_gb_s=80.0, key_cache_gb_s={"bf16": 50.0}, scan_gb_s=25.0, product_gflop_s={"bf16": 100.0, "f32": 50.0},
     attention_gflop_s={"bf16": 200.0, "f32": 100.0}, exposed=0.5, barrier_s=1e-6, aten_call_s=7e-6, llc_bytes=1000, start_s=2e-6,
     kv_start_s=3e-6, kv_write_gb_s=1.0)
 
@@ -93,6 +93,19 @@ def test_attention_reads_old_keys_from_memory_and_its_own_from_the_cache():
     assert step.memory_s == pytest.approx(9 / 5) and step.compute_s == pytest.approx(10 / 200 + 1 / 50)
     assert step.seconds == pytest.approx(9 / 5 + 1e-6 + 3e-6) and step.bound == "memory"
     assert predict(ATTENTION, Load((9,), (0,), 1), PEAKS, streams=True).memory_s == 0
+
+
+def test_a_cache_of_codes_is_read_and_multiplied_at_its_own_rates():
+    """10 keys of 1 GB of codes, one of them new: and the lever that a wide cache has is half its bytes at those rates."""
+    own = replace(PEAKS, kv_read_gb_s={"bf16": 5.0, "i8": 2.0}, key_cache_gb_s={"bf16": 50.0, "i8": 20.0},
+                  attention_gflop_s={"bf16": 200.0, "f32": 100.0, "i8": 40.0})
+    coded, load = {**ATTENTION, "op": "infc.paged_attention_quantized", "dtype": "i8"}, Load((1,), (9,), 1)
+    step = predict(coded, load, own, streams=True)
+    assert step.memory_s == pytest.approx(9 / 2) and step.compute_s == pytest.approx(10 / 40 + 1 / 20)
+    assert predict(ATTENTION, load, own, streams=True) == predict(ATTENTION, load, PEAKS, streams=True)
+    lever = predict(ATTENTION, load, own, streams=True, change=Change(kv_bits=8))
+    assert lever.memory_s == pytest.approx(4.5 / 2) and lever.compute_s == pytest.approx(10 / 40 + 0.5 / 20)
+    assert predict(coded, load, own, streams=True, change=Change(kv_bits=8)) == step       # it is as small as it gets
 
 
 def test_rows_scatter_their_first_key_in_each_block():

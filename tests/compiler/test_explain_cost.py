@@ -156,15 +156,15 @@ def test_findings():
 
 
 def test_a_compile_predicts_by_reads_alone_until_peaks_are_known(monkeypatch: pytest.MonkeyPatch):
-    from infc.compiler import driver
+    from infc.compiler import result
 
     with read(tiny()) as artifact:
         costs, manifest = artifact.report()["costs"], artifact.manifest
-    monkeypatch.setattr(driver.machine, "known_peaks", lambda isa, threads: None)
-    plain = driver._predict(costs, manifest, {"read_gb_s": 2.0})
+    monkeypatch.setattr(result.machine, "known_peaks", lambda isa, threads: None)
+    plain = result.predict(costs, manifest, {"read_gb_s": 2.0})
     assert plain["by"] == "reads alone" and plain["decode_ms"] == pytest.approx(plain["bytes"] / 2e9 * 1e3) and plain["bound"] == "memory"
-    monkeypatch.setattr(driver.machine, "known_peaks", lambda isa, threads: PEAKS)
-    known = driver._predict(costs, manifest, {"read_gb_s": 2.0})
+    monkeypatch.setattr(result.machine, "known_peaks", lambda isa, threads: PEAKS)
+    known = result.predict(costs, manifest, {"read_gb_s": 2.0})
     assert known["by"] == "measured peaks" and known["decode_ms"] > plain["decode_ms"]
     assert sum(known["shares"].values()) == pytest.approx(1.0)
-    assert known["decode_tok_s"] == pytest.approx(1e3 / known["decode_ms"]) and driver._predict(costs, manifest, {}) == {}
+    assert known["decode_tok_s"] == pytest.approx(1e3 / known["decode_ms"]) and result.predict(costs, manifest, {}) == {}

@@ -1,4 +1,5 @@
 """A Hugging Face folder is captured as transformers runs it; an incomplete or damaged one becomes one clear line."""
+import copy
 import json
 import struct
 from pathlib import Path
@@ -8,9 +9,11 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
+from infc.compiler import driver  # noqa: E402
 from infc.compiler.errors import UserError  # noqa: E402
 from infc.compiler.frontends import capture, load  # noqa: E402
 from infc.compiler.frontends.checkpoint_folder import check_safetensors  # noqa: E402
+from infc.compiler.frontends.widened import widened  # noqa: E402
 from infc.models.byte_tokenizer import CHAT_TEMPLATE, byte_tokenizer  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
@@ -82,6 +85,34 @@ def test_a_model_in_memory() -> None:
         capture(model.train())
     graph = capture(model.eval())
     assert graph.meta["kv_heads"] == 2 and graph.meta["tokenizer_json"] is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_in_half_precision_is_captured_in_fp32(dtype: torch.dtype) -> None:
+    """Each weight as it is held, exactly, as a checkpoint's; the model given stays as it is, and all passes run on its graph."""
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)).eval().to(dtype)
+    held, said = {name: tensor.clone() for name, tensor in model.state_dict().items()}, list[str]()
+    graph = capture(model, progress=said.append)
+    assert {w.dtype for w in graph.weights.values() if w.is_floating_point()} == {torch.float32} and len(graph.weights) == 2 * 9 + 2 + 1
+    assert torch.equal(graph.weights["model_embed_tokens_weight"], held["model.embed_tokens.weight"].float())
+    assert said[0] == f"LlamaForCausalLM holds {str(dtype)[6:]}: its weights are widened to fp32, as a checkpoint's are when it is read"
+    assert all(tensor.dtype == dtype and torch.equal(tensor, held[name]) for name, tensor in model.state_dict().items())
+    ids, positions = graph.sample_inputs(2, 3)                     # type: ignore[misc]
+    with torch.no_grad():
+        expected = copy.deepcopy(model).float()(input_ids=ids, position_ids=positions, use_cache=False).logits
+    assert torch.equal(graph.run(ids, positions)[0], expected)
+    report, final = driver.passes_of(model, driver.Options(), lambda event: None)
+    assert {one.name: one.fired for one in report.passes}["sample_tokens"] == 1 and final.outputs == ["token", "logits"]
+
+
+def test_a_widened_module_shares_what_is_wide() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    assert widened(module, pytest.fail) is module
+    module[0].to(torch.bfloat16)
+    wide = widened(module, lambda line: None)
+    assert wide is not module and wide[1].weight is module[1].weight and wide[0].weight.dtype == torch.float32
+    assert module[0].weight.dtype == torch.bfloat16 and torch.equal(wide[0].weight, module[0].weight.float())
 
 
 @pytest.mark.parametrize("name", ["GPT2", "Qwen3", "Gemma2"])

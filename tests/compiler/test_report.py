@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from infc.compiler.costs.cost import decode, prefill
 from infc.compiler.costs.peaks import Peaks
@@ -18,14 +19,16 @@ from infc.compiler.report.page import embedded
 from infc.compiler.report.pipeline import timeline
 from infc.compiler.report.roofline import roofline
 from infc.compiler.report.sources import sources
+from infc.compiler.report.tables import choice_table
 from infc.compiler.report.tree import home_of, module_tree
 from infc.runtime.artifact import read
-from infc.runtime.program import Buffer, Program, Step
+from infc.runtime.program import Buffer, Call, Candidate, Choice, Kernel, Program, Step
 from tiny_artifact import infc, tiny
 
 PEAKS = Peaks(
-    cpu="a test", isa="", threads=2, read_gb_s=10.0, kv_read_gb_s=10.0, cache_gb_s=50.0, thread_cache_gb_s=50.0, weight_cache_gb_s=50.0,
-    key_cache_gb_s=50.0, scan_gb_s=50.0, product_gflop_s={"bf16": 100.0, "f32": 50.0}, attention_gflop_s={"bf16": 100.0, "f32": 50.0},
+    cpu="a test", isa="", threads=2, read_gb_s=10.0, kv_read_gb_s={"bf16": 10.0}, cache_gb_s=50.0, thread_cache_gb_s=50.0,
+    weight_cache_gb_s=50.0, key_cache_gb_s={"bf16": 50.0}, scan_gb_s=50.0, product_gflop_s={"bf16": 100.0, "f32": 50.0},
+    attention_gflop_s={"bf16": 100.0, "f32": 50.0},
     exposed=0.0, barrier_s=0.0, aten_call_s=0.0, llc_bytes=1 << 20)
 
 
@@ -132,6 +135,28 @@ def test_no_two_live_buffers_of_an_artifact_share_a_byte():
 def passed(**changes: Any) -> dict[str, Any]:
     found = {"name": "fuse_rope", "fired": 2, "refused": [], "contract": "exact", "error": 1e-12, "seconds": 0.5, "check_seconds": 1.5}
     return found | changes
+
+
+def cuts(program: str = "step_T8") -> tuple[Program, list[dict[str, str]]]:
+    """A program of one product with two cuts, the second runs; and what was dropped of all buckets."""
+    first, second = (Step(name, (0,), "infc.linear", grid=(4, 1, 1)) for name in ("h1", "h2"))
+    ways = Candidate("64x32", (first, second), 2, 1.5, 12.0), Candidate("16x64", (first,), 4, 0.5, 9.0, 7.25)
+    dropped = [{"bucket": bucket, "op": "infc.linear", "candidate": f"128x{n}", "reason": "needs 300 KiB of shared memory"}
+               for bucket, n in (("step_T1", 1), ("step_T8", 8))]
+    choice = Choice("infc.linear", ways, (Call(0, ()), Call(3, ())), 1)
+    return Program(program, {"T": 8, "N": 4, "R": 4, "M": 2}, ("T",), 0, (), (), (choice,)), dropped
+
+
+def test_cuts_that_were_kept_and_dropped():
+    with read(tiny()) as artifact:
+        kernels = tuple(Kernel(name, name, f"k_{name}", "infc.linear", "sm_90a", registers=many) for name, many in (("h1", 64), ("h2", 90)))
+        manifest = msgspec.structs.replace(artifact.manifest, kernels=kernels)
+    found = choice_table(manifest, *cuts())
+    names = ("name", "runs", "registers", "programs_per_sm", "waves", "predicted_us", "measured_us")
+    assert [tuple(row[name] for name in names) for row in found["kept"]] == [
+        ("64x32", False, 90, 2, 1.5, 12.0, None), ("16x64", True, 64, 4, 0.5, 9.0, 7.25)]
+    assert {(row["op"], row["calls"]) for row in found["kept"]} == {("infc.linear", 2)}
+    assert found["dropped"] == [{"op": "infc.linear", "candidate": "128x8", "reason": "needs 300 KiB of shared memory"}]
 
 
 def test_timeline():

@@ -71,7 +71,7 @@ def stop(error: CheckFailed | RuntimeFault) -> Caught:
     files = {file for file, _ in frames}
     message = getattr(error, "message", None) or str(error)
     if isinstance(error, RuntimeFault): gate = RUNTIME
-    elif ("compiler/driver.py", "_replay") in frames: gate = REPLAY
+    elif ("compiler/replays.py", "replay_here") in frames: gate = REPLAY
     elif "compiler/verification.py" in files: gate = GRAPH
     elif "backends/program.py" in files: gate = PLAN
     elif any(file.startswith("passes/") and name == "check" for file, name in frames): gate = CHECK

@@ -4,14 +4,16 @@ Its next token is a hash of every token and position it reads back through the b
 or batch mate changes the answer. `Fake.next` is the same function in Python.
 """
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tokenizers
+from fake_cuda import FakeDriver
 from infc.runtime import artifact
 from infc.runtime.artifact import Parts
+from infc.runtime.cuda import CudaDevice
 from infc.runtime.isa import this_cpu
 from infc.runtime.manifest import GoldenInfo, KvBuffer, Manifest, ModelInfo
 from infc.runtime.program import DIMS, Buffer, Kernel, Program, Step
@@ -181,3 +183,17 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 def fake(library: bytes, tmp_path: Path) -> Fake:
     """A builder of fake artifacts in a fresh folder."""
     return Fake(library, tmp_path)
+
+
+@pytest.fixture
+def driver() -> FakeDriver:
+    return FakeDriver()
+
+
+@pytest.fixture
+def device(driver: FakeDriver) -> Iterator[CudaDevice]:
+    """A CUDA device of the fake driver, of which nothing is left behind."""
+    device = CudaDevice(driver=driver)
+    yield device
+    device.close()
+    assert driver.left() == 0 and driver.stack == [None]
