@@ -92,13 +92,25 @@ def inverse_scale(largest, tiny, limit):
 
 
 @triton.jit
+def largest_of(x):
+    """The largest magnitude of each row of x [rows, columns]; NaN where there is one."""
+    return tl.where(tl.max((x != x).to(tl.int32), 1) > 0, float("nan"), tl.max(tl.where(x == x, tl.abs(x), 0.0), 1))
+
+
+@triton.jit
+def codes_of(x, inverse, limit, E4M3: tl.constexpr):
+    """fp32 -> codes i8 (or e4m3): to the nearest, ties to even. Of NaN a code of 0: its scale says so."""
+    scaled = x * inverse
+    scaled = tl.where(scaled == scaled, tl.minimum(tl.maximum(scaled, -limit), limit), 0.0)
+    return narrow_e4m3(scaled) if E4M3 else (scaled + 12582912.0 - 12582912.0).to(tl.int8)      # 1.5 * 2**23: no fraction is left
+
+
+@triton.jit
 def round_groups(x, tiny, limit, E4M3: tl.constexpr):
     """x [groups, columns] in fp32, zeros where nothing is -> codes i8 (or e4m3) and scales: those of compiler.ops.codes.row_codes."""
-    largest = tl.max(tl.abs(x), 1)
-    codes = x * inverse_scale(largest, tiny, limit)[:, None]        # pyright: ignore[reportGeneralTypeIssues]
-    if not E4M3: codes = codes + 12582912.0 - 12582912.0          # 1.5 * 2**23: no fraction is left, ties went to even
-    codes = tl.minimum(tl.maximum(codes, -limit), limit)
-    return narrow_e4m3(codes) if E4M3 else codes.to(tl.int8), tl.div_rn(largest, limit)
+    largest = largest_of(x)
+    codes = codes_of(x, inverse_scale(largest, tiny, limit)[:, None], limit, E4M3)     # pyright: ignore[reportGeneralTypeIssues]
+    return codes, tl.div_rn(largest, tl.zeros_like(largest) + limit)
 
 
 @triton.jit

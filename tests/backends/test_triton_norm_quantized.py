@@ -70,6 +70,21 @@ def test_zeros_ties_and_huge_rows() -> None:
         for e4m3 in (False, True): check("rms_norm", {"x": x, "w": torch.ones(300), "eps": 1e-5}, group, e4m3)
 
 
+@pytest.mark.parametrize("e4m3", [False, True])
+@pytest.mark.parametrize("group", [0, 32])
+def test_a_nan_is_told_by_the_scale(group: int, e4m3: bool) -> None:
+    """Of a norm, and of rows that a product rounds: what is not a number stays that, as in the reference."""
+    x = randn(3, 100)
+    x[1, 40], x[2, 40] = torch.nan, torch.inf
+    _, scale = run("infc::rms_norm_quantized", x=x, w=torch.ones(100), eps=1e-5, group=group, e4m3=e4m3)
+    assert not scale[0].isnan().any() and torch.equal(scale.isnan(), row_codes(run("infc::rms_norm", x=x, w=torch.ones(100), eps=1e-5),
+                                                                               8, group, e4m3)[1].isnan())
+    held = {"x": x, **weight(3, 100, 8, 0 if e4m3 else 32, e4m3), "bias": None, "residual": None, "act_bits": 8,
+            "act_group": 0 if e4m3 else group}
+    y = run("infc::linear_quantized", **held)
+    assert not y[0].isnan().any() and bool(y[1:].isnan().all())
+
+
 @pytest.mark.parametrize(("change", "reason"), [
     ({"group": 48}, "groups of 48: 32, 64, 128, 256 and whole rows"), ({"x": randn(2, 20_000), "w": randn(20_000)}, "rows of 20000"),
     ({"out_dtype": torch.float64}, "results in torch.float64"), ({"x": randn(100, 2).T}, "x is not contiguous"),
