@@ -5,9 +5,9 @@ from itertools import product
 from typing import Any
 
 import torch
-from gpu_judges import Judge, cached, conform, dense, drawn, paged, same, scaled
+from gpu_judges import Judge, cached, conform, dense, drawn, made_codes, paged, same, scaled
 from infc.backends.triton.registry import kernels
-from infc.compiler.ops.codes import E4M3, groups, pack_codes
+from infc.compiler.ops.codes import E4M3, groups, pack_codes, row_codes
 from infc.compiler.ops.kv_quantized import stored
 from torch import Tensor
 
@@ -62,7 +62,7 @@ class Case:
 def cases(fp8: bool) -> list[Case]:
     """All of them, the first of each operator first. fp8: the card has e4m3."""
     found = [*_norms(), *_activations(), *_ropes(), *_writes(fp8), *_tables(), *_casts(), *_products(), *_pairs(), *_codes(), *_paged(fp8),
-             *_dense(), *_samples(), *(_floats() if fp8 else ())]
+             *_dense(), *_samples(), *(_floats() if fp8 else ()), *_coded_rows(fp8)]
     return [case for case in found if case.first] + [case for case in found if not case.first]
 
 
@@ -429,3 +429,36 @@ def _samples() -> Iterator[Case]:
     for vocab, rows, dtype in ((128_256, 8, F32), (152_064, 64, F32), (49_152, 4, BF16), (1000, 8, F32), (5, 5, F16)):
         yield Case("infc::sample", f"{rows} of {vocab} {_name(dtype)}", drawn, sample, (vocab, rows, dtype), first=vocab == 128_256,
                    small=vocab == 5)
+
+
+# ---- rows that are codes from the norm on
+
+def norm_quantized(d: Dice, shape: Sequence[int], dtype: torch.dtype, extra: str, group: int, e4m3: bool) -> Arguments:
+    return {**norm(d, shape, dtype, extra), "group": group, "e4m3": e4m3}
+
+
+def of_coded_rows(d: Dice, rows: int, n: int, k: int, act: str, group: int, e4m3: bool) -> Arguments:
+    """A product, with `act` of gate and up, of rows that come as codes."""
+    height = n * (2 if act else 1)
+    given = floats(d, height, k, 0, False) if e4m3 else codes(d, height, k, 8, 32, False)
+    x, x_scale = row_codes(d.normal(rows, k), 8, group, e4m3)
+    more: Arguments = {"act": act} if act else {"bias": None, "residual": d.normal(rows, n)}
+    return {"x": x, **given, **more, "act_bits": 8, "act_group": group, "out_dtype": BF16, "x_scale": x_scale}
+
+
+def _coded_rows(fp8: bool) -> Iterator[Case]:
+    norms = (("rms_norm", ""), ("add_rms_norm", "residual"), ("layer_norm", "b"))
+    shapes = (((1, 4096), F32), ((64, 2048), BF16), ((2, 5, 1023), F16), ((3, 7), F32), ((2048, 576), F32), ((1, 16384), F32))
+    products = ((1, 4096, 4096, ""), (64, 6144, 4096, ""), (512, 1536, 576, "silu"), (8, 14_336, 4096, "silu"), (6, 35, 520, ""),
+                (6, 35, 520, "gelu"))
+    for e4m3 in (False, True)[: 1 + fp8]:
+        kind = "e4m3" if e4m3 else "int8"
+        for (shape, dtype), (op, extra) in product(shapes, norms):
+            for group in (0, 32) if shape[-1] in (4096, 1023) else (0,):
+                what = f"{'x'.join(map(str, shape))} {_name(dtype)} {kind} group {group}"
+                yield Case(f"infc::{op}_quantized", what, made_codes, norm_quantized, (shape, dtype, extra, group, e4m3), _times(dtype),
+                           first=shape == (1, 4096), small=shape == (3, 7))
+        for (rows, n, k, act), group in product(products, (0,) if e4m3 else (0, 32)):
+            op, what = "linear_swiglu" if act else "linear", f"{rows}x{n}x{k} {kind} rows of group {group} {act}".rstrip()
+            yield Case(f"infc::{op}_quantized", what, scaled, of_coded_rows, (rows, n, k, act, group, e4m3), first=rows == 1,
+                       small=n == 35 and not group)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from infc.backends.triton.judge import exact, plain, several, strain, ulp
 from infc.backends.triton.registry import kernels
-from infc.compiler.ops.codes import E4M3_MAX
+from infc.compiler.ops.codes import E4M3_MAX, row_codes, spread
 from torch import Tensor
 
 Judge = Callable[[str, dict[str, Any], list[Tensor], int], float]
@@ -72,6 +72,23 @@ def cached(op: str, given: dict[str, Any], found: list[Tensor], times: int) -> f
         one = ulp(largest, given["qkv"].dtype)
         worst += [float(((scale * most - largest).abs() / one).max()),
                   float(((codes * scale - right).abs() / (step / 2 * 1.001 + one)).max())]
+    return max(worst)
+
+
+def made_codes(op: str, given: dict[str, Any], found: list[Tensor], times: int) -> float:
+    """A norm that gives codes: what they mean is as near to fp64 as the norm itself may be, and half a step of a code besides."""
+    wide = op.removesuffix("_quantized")
+    (own, *_), (right, *sums) = references(wide, {name: value for name, value in given.items() if name not in ("group", "e4m3")})
+    codes, scale, most = found[0].double(), found[1], E4M3_MAX if given["e4m3"] else 127.0
+    spread_scale = spread(scale.double(), codes.shape[-1], given["group"])
+    half = (2.0 ** (torch.frexp(codes).exponent.clamp(min=-5) - 4) if given["e4m3"] else torch.ones_like(codes)) * spread_scale / 2
+    size = right.abs().amax(-1, keepdim=True)
+    allowed = times * (own.double() - right).abs().amax(-1, keepdim=True) + ulp(size, own.dtype)
+    rounding = ulp(spread_scale, torch.float32) / 2 * most                   # of the scale itself
+    worst = [float(((codes * spread_scale - right).abs() / (half * 1.001 + allowed + rounding)).max())]
+    largest = row_codes(right, 8, given["group"], given["e4m3"])[1].double() * most
+    worst.append(float(((scale.double() * most - largest).abs() / (allowed + ulp(scale.double(), torch.float32) * most)).max()))
+    for h, sum_ in zip(found[2:], sums, strict=True): worst.append(strain(h, given["x"] + given["residual"], sum_))
     return max(worst)
 
 

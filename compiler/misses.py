@@ -22,7 +22,7 @@ def total(passes: Iterable[PassJson], name: str) -> dict[str, Any]:
 
 
 ASKED_FOR = {"narrow_dtype": "--dtype bf16 or fp16", "quantize_kv": "--kv-quant"} | dict.fromkeys(
-    ("smooth_channels", "quantize_weights", "quantize_activations", "fuse_quantized_linear"), "--quant")
+    ("smooth_channels", "quantize_weights", "quantize_activations", "fuse_quantized_linear", "fuse_norm_quantized"), "--quant")
 """Passes that run only where an option of a compile asks for them."""
 
 

@@ -26,7 +26,8 @@ PIPELINE = (
     "quantize_activations",  # what those products read
     "fuse_quantized_linear",
     "quantize_kv",           # caches in fp32 still: what narrow_dtype finds wide becomes bf16
-    "narrow_dtype",          # last: every earlier pass is judged in fp32
+    "narrow_dtype",          # every earlier pass is judged in fp32
+    "fuse_norm_quantized",   # last: no other pass need know that a norm may give codes
 )
 
 NEEDED = ("page_kv_cache", "sample_tokens")
@@ -38,7 +39,7 @@ def load(name: str) -> AnyPass:
     return import_module(f".{name}", __package__).PASS
 
 
-QUANTIZATION = ("smooth_channels", "quantize_weights", "quantize_activations", "fuse_quantized_linear")
+QUANTIZATION = ("smooth_channels", "quantize_weights", "quantize_activations", "fuse_quantized_linear", "fuse_norm_quantized")
 
 
 def pipeline(dtype: str, quantized: bool = False, kv: bool = False) -> list[AnyPass]:

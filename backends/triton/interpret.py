@@ -1,4 +1,5 @@
 """Runs an operator's Triton kernels on CPU tensors through Triton's interpreter: slow, exact in its indexing, needs no GPU."""
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,23 @@ def check_interpreting() -> None:
     """UserError unless this process interprets kernels."""
     if not interprets():
         raise UserError("Triton compiles kernels in this process: start it with TRITON_INTERPRET=1 to have them interpreted")
+    _mend_indices()
+
+
+@cache
+def _mend_indices() -> None:
+    """Triton 3.6 makes an index of an array of one number by int(), which NumPy refuses from 2.4 on; 3.7 drops the axis first."""
+    import triton
+    from triton.runtime import interpreter
+
+    if not triton.__version__.startswith("3.6."): return
+    patch = interpreter._patch_lang_tensor
+
+    def mended(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = mended
 
 
 def poisoned(like: Tensor) -> Tensor:

@@ -32,18 +32,22 @@ class CostTable:
 
     def add(self, program: Program, units: Sequence[Unit], context: Any, names: Mapping[str, str]) -> None:
         """Take in a program, whose steps are these units. names: of each kernel hash."""
-        heads = [step for step in program.steps if not step.part]            # the first of a call's launches stands for them all
-        if len(units) != len(heads):
-            raise CheckFailed(f"{program.name} has steps of {len(heads)} calls for {len(units)} units")
+        calls = list[list[Step]]()                                           # launches; the first of a call's stands for them all
+        for step in program.steps:
+            if step.part: calls[-1].append(step)
+            else: calls.append([step])
+        if len(units) != len(calls):
+            raise CheckFailed(f"{program.name} has steps of {len(calls)} calls for {len(units)} units")
         self.buckets[program.name] = dict(program.bucket)
         self._weight_bytes.update({b.tensor: b.bytes for b in program.buffers if b.kind == "weight"})
-        self.steps[program.name] = [self._kernel(program, step, unit, context, names[step.kernel])
-                                    for step, unit in zip(heads, units, strict=True)]
+        self.steps[program.name] = [self._kernel(program, steps, unit, context, names[steps[0].kernel])
+                                    for steps, unit in zip(calls, units, strict=True)]
 
-    def _kernel(self, program: Program, step: Step, unit: Unit, context: Any, name: str) -> int:
-        """The entry of a step. An ATen step's kernel says nothing of its sizes, so its buffers count as well."""
-        buffers = [program.buffers[i] for i in step.args]
-        signature = (step.kernel, *((b.kind, b.dtype, b.shape) for b in buffers))
+    def _kernel(self, program: Program, steps: Sequence[Step], unit: Unit, context: Any, name: str) -> int:
+        """The entry of a call. An ATen step's kernel says nothing of its sizes, so its buffers count as well; and calls of other sizes may
+        begin with the same launch."""
+        step, buffers = steps[0], [program.buffers[i] for i in steps[0].args]
+        signature = tuple((one.kernel, *((b.kind, b.dtype, b.shape) for b in map(program.buffers.__getitem__, one.args))) for one in steps)
         if signature not in self._index:
             dims = sorted({d for b in buffers for s in b.shape if isinstance(s, str) and (d := s.partition("+")[0]) in context.bucket})
 

@@ -10,6 +10,7 @@ from .layer_norm import layer_norm
 from .linear import linear
 from .linear_quantized import embedding_quantized, linear_quantized, linear_swiglu_quantized
 from .linear_swiglu import linear_swiglu
+from .norm_quantized import add_rms_norm_quantized, layer_norm_quantized, rms_norm_quantized
 from .paged_attention import paged_attention
 from .registry import Cost, Operator, arguments, by_name, cost_of, names, nbytes, operator, operator_of
 from .rms_norm import rms_norm
@@ -22,9 +23,9 @@ aten = torch.ops.aten
 infc = torch.ops.infc
 
 __all__ = [
-    "BLOCK", "Cost", "Operator", "add_rms_norm", "arguments", "aten", "attention", "by_name", "cost_of",
-    "dequantize", "dequantize_rows", "embedding_quantized", "infc", "kv_write", "kv_write_quantized", "layer_norm", "linear",
-    "linear_quantized", "linear_swiglu", "linear_swiglu_quantized", "names", "nbytes", "operator", "operator_of",
-    "paged_attention", "paged_attention_quantized", "quantize_rows", "rms_norm", "rope", "rope_kv_write", "rope_kv_write_quantized",
-    "sample", "swiglu",
+    "BLOCK", "Cost", "Operator", "add_rms_norm", "add_rms_norm_quantized", "arguments", "aten", "attention", "by_name", "cost_of",
+    "dequantize", "dequantize_rows", "embedding_quantized", "infc", "kv_write", "kv_write_quantized", "layer_norm",
+    "layer_norm_quantized", "linear", "linear_quantized", "linear_swiglu", "linear_swiglu_quantized", "names", "nbytes", "operator",
+    "operator_of", "paged_attention", "paged_attention_quantized", "quantize_rows", "rms_norm", "rms_norm_quantized", "rope",
+    "rope_kv_write", "rope_kv_write_quantized", "sample", "swiglu",
 ]

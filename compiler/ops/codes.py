@@ -81,9 +81,13 @@ def row_type(bits: int, e4m3: bool) -> torch.dtype:
     return E4M3 if e4m3 else torch.int8 if bits == 8 else torch.int16
 
 
+def row_values(codes: Tensor, scale: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+    """What codes [..., K] of rows and their scales [..., G] mean, computed in `dtype` (fp32 or fp64)."""
+    return codes.to(dtype) * spread(scale.to(dtype), codes.shape[-1], group)
+
+
 def rounded_rows(x: Tensor, bits: int, group: int, e4m3: bool = False) -> Tensor:
     """x as its codes mean it, in x's compute dtype; bits 0 leaves it as it is."""
     wide = compute_dtype(x.dtype)
     if not bits: return x.to(wide)
-    codes, scale = row_codes(x, bits, group, e4m3)
-    return codes.to(wide) * spread(scale.to(wide), x.shape[-1], group)
+    return row_values(*row_codes(x, bits, group, e4m3), group, wide)

@@ -2,7 +2,7 @@
 import torch
 from torch import Tensor
 
-from .codes import groups, row_codes, row_type, spread, weight
+from .codes import groups, row_codes, row_type, row_values, weight
 from .registry import Cost, nbytes, operator, out_bytes
 
 
@@ -54,7 +54,7 @@ def _rows_cost(codes: Tensor, scale: Tensor, group: int, out_dtype: torch.dtype 
 def dequantize_rows(codes: Tensor, scale: Tensor, group: int, out_dtype: torch.dtype = torch.float32) -> Tensor:
     """codes i8, i16 or e4m3 [..., K] times the scale f32 [..., G] of their group -> [..., K]."""
     wide = torch.float64 if out_dtype == torch.float64 else torch.float32
-    return (codes.to(wide) * spread(scale.to(wide), codes.shape[-1], group)).to(out_dtype)
+    return row_values(codes, scale, group, wide).to(out_dtype)
 
 
 @dequantize_rows.register_fake

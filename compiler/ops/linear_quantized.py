@@ -2,85 +2,96 @@
 
 Their meaning is that of the wide operator on what the codes mean (compiler.ops.codes). act_bits > 0: the rows of x are
 rounded to codes of so many bits first, act_group columns to a scale (0: one scale a row); act_bits 0 takes x as it is. They become
-e4m3 where the weight is e4m3.
+e4m3 where the weight is e4m3. With x_scale f32 [..., G], x is such codes already, and the result is fp32 unless out_dtype says otherwise.
 """
 import torch
 from torch import Tensor
 
-from .codes import rounded_rows, weight
+from .codes import rounded_rows, row_values, weight
 from .registry import Cost, compute_dtype, nbytes, operator, out_bytes
 from .swiglu import activation
 
 
 def _product(
     x: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None, bits: int, group: int, act_bits: int, act_group: int,
+    out_dtype: torch.dtype, x_scale: Tensor | None,
 ) -> Tensor:
     """x wᵀ summed in fp32 (fp64 for fp64) and left there."""
-    wide = compute_dtype(x.dtype)
-    return rounded_rows(x, act_bits, act_group, codes.is_floating_point()) @ weight(codes, scale, offset, bits, group, x.shape[-1], wide).T
+    wide = compute_dtype(x.dtype if x_scale is None else out_dtype)
+    e4m3 = codes.is_floating_point()
+    rows = rounded_rows(x, act_bits, act_group, e4m3) if x_scale is None else row_values(x, x_scale, act_group, wide)
+    return rows @ weight(codes, scale, offset, bits, group, x.shape[-1], wide).T
 
 
-def _read(x: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None) -> int | torch.SymInt:
-    return nbytes(x) + nbytes(codes) + nbytes(scale) + nbytes(offset)
+def _out(x: Tensor, out_dtype: torch.dtype | None, x_scale: Tensor | None) -> torch.dtype:
+    """The dtype of the result."""
+    return out_dtype or (x.dtype if x_scale is None else torch.float32)
+
+
+def _read(x: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None, x_scale: Tensor | None) -> int | torch.SymInt:
+    return nbytes(x) + nbytes(x_scale) + nbytes(codes) + nbytes(scale) + nbytes(offset)
 
 
 def cost(
     x: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None, bias: Tensor | None, residual: Tensor | None,
-    bits: int, group: int, act_bits: int, act_group: int, out_dtype: torch.dtype | None = None,
+    bits: int, group: int, act_bits: int, act_group: int, out_dtype: torch.dtype | None = None, x_scale: Tensor | None = None,
 ) -> Cost:
-    written = out_bytes((*x.shape[:-1], codes.shape[0]), out_dtype or x.dtype)
-    return Cost(flops=2 * x.numel() * codes.shape[0], bytes=_read(x, codes, scale, offset) + nbytes(bias) + nbytes(residual) + written)
+    written = out_bytes((*x.shape[:-1], codes.shape[0]), _out(x, out_dtype, x_scale))
+    read = _read(x, codes, scale, offset, x_scale) + nbytes(bias) + nbytes(residual)
+    return Cost(flops=2 * x.numel() * codes.shape[0], bytes=read + written)
 
 
 @operator("infc::linear_quantized", cost=cost)
 def linear_quantized(
     x: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None, bias: Tensor | None, residual: Tensor | None,
-    bits: int, group: int, act_bits: int, act_group: int, out_dtype: torch.dtype | None = None,
+    bits: int, group: int, act_bits: int, act_group: int, out_dtype: torch.dtype | None = None, x_scale: Tensor | None = None,
 ) -> Tensor:
     """x wᵀ + bias + residual.  x [..., K], codes u8 [N, ceil(K * bits / 8)] or e4m3, scale, offset f16 [N, G] -> [..., N] in out_dtype.
 
     out_dtype is x's by default. Summed in fp32 (fp64 for fp64), rounded once at the end.
     """
-    y = _product(x, codes, scale, offset, bits, group, act_bits, act_group)
+    out = _out(x, out_dtype, x_scale)
+    y = _product(x, codes, scale, offset, bits, group, act_bits, act_group, out, x_scale)
     if bias is not None: y = y + bias.to(y.dtype)
     if residual is not None: y = y + residual.to(y.dtype)
-    return y.to(out_dtype or x.dtype).contiguous()
+    return y.to(out).contiguous()
 
 
 @linear_quantized.register_fake
 def _(
     x: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None, bias: Tensor | None, residual: Tensor | None,
-    bits: int, group: int, act_bits: int, act_group: int, out_dtype: torch.dtype | None = None,
+    bits: int, group: int, act_bits: int, act_group: int, out_dtype: torch.dtype | None = None, x_scale: Tensor | None = None,
 ) -> Tensor:
-    return x.new_empty((*x.shape[:-1], codes.shape[0]), dtype=out_dtype or x.dtype)
+    return x.new_empty((*x.shape[:-1], codes.shape[0]), dtype=_out(x, out_dtype, x_scale))
 
 
 def swiglu_cost(
     x: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None, act: str,
-    bits: int, group: int, act_bits: int, act_group: int, out_dtype: torch.dtype | None = None,
+    bits: int, group: int, act_bits: int, act_group: int, out_dtype: torch.dtype | None = None, x_scale: Tensor | None = None,
 ) -> Cost:
     rows, width = x.numel() // x.shape[-1], codes.shape[0]
-    written = out_bytes((*x.shape[:-1], width // 2), out_dtype or x.dtype)
-    return Cost(flops=2 * x.numel() * width + 3 * rows * width, bytes=_read(x, codes, scale, offset) + written)
+    written = out_bytes((*x.shape[:-1], width // 2), _out(x, out_dtype, x_scale))
+    return Cost(flops=2 * x.numel() * width + 3 * rows * width, bytes=_read(x, codes, scale, offset, x_scale) + written)
 
 
 @operator("infc::linear_swiglu_quantized", cost=swiglu_cost)
 def linear_swiglu_quantized(
     x: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None, act: str,
-    bits: int, group: int, act_bits: int, act_group: int, out_dtype: torch.dtype | None = None,
+    bits: int, group: int, act_bits: int, act_group: int, out_dtype: torch.dtype | None = None, x_scale: Tensor | None = None,
 ) -> Tensor:
     """act(g) * u with g, u = halves of x wᵀ.  Rows 0..F-1 of the weight are gate, F..2F-1 up -> [..., F] in out_dtype (x.dtype)."""
-    gate, up = _product(x, codes, scale, offset, bits, group, act_bits, act_group).chunk(2, -1)
-    return (activation(act)(gate) * up).to(out_dtype or x.dtype).contiguous()
+    out = _out(x, out_dtype, x_scale)
+    gate, up = _product(x, codes, scale, offset, bits, group, act_bits, act_group, out, x_scale).chunk(2, -1)
+    return (activation(act)(gate) * up).to(out).contiguous()
 
 
 @linear_swiglu_quantized.register_fake
 def _(
     x: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None, act: str,
-    bits: int, group: int, act_bits: int, act_group: int, out_dtype: torch.dtype | None = None,
+    bits: int, group: int, act_bits: int, act_group: int, out_dtype: torch.dtype | None = None, x_scale: Tensor | None = None,
 ) -> Tensor:
     activation(act)
-    return x.new_empty((*x.shape[:-1], codes.shape[0] // 2), dtype=out_dtype or x.dtype)
+    return x.new_empty((*x.shape[:-1], codes.shape[0] // 2), dtype=_out(x, out_dtype, x_scale))
 
 
 def embedding_cost(

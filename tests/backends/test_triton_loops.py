@@ -17,7 +17,7 @@ from infc.backends.loops import Guard, Operand, Region, Stmt
 from infc.backends.triton import build as building
 from infc.backends.triton import printer, tiles
 from infc.backends.triton import request as asking
-from infc.backends.triton.interpret import poisoned
+from infc.backends.triton.interpret import check_interpreting, poisoned
 from infc.backends.triton.registry import Emit, Launch
 from loop_programs import fill, program, same
 from loop_runner import Case, case, quick_case, run
@@ -38,6 +38,7 @@ def launches(region: Region, dims: dict[str, int], inputs: Sequence[Tensor], out
 
 def execute(region: Region, live: dict[str, int], inputs: Sequence[Tensor], room: int = 0) -> list[Tensor]:
     """The region's outputs, poisoned before; its grid made for sizes that are larger by `room`."""
+    check_interpreting()
     outs = [poisoned(torch.empty(int(o.numel.value(live.__getitem__)), dtype=loops.TORCH[o.dtype])) for o in region.outputs]
     for launch in launches(region, {d: n + room for d, n in live.items()}, inputs, outs):
         args = (*inputs, *outs, *(live[d] for d in region.dims))

@@ -48,6 +48,9 @@ CASES = {
     "infc::rms_norm": ((X, W, 1e-6), 4 * 24, 4 * (24 + 8 + 24)),
     "infc::add_rms_norm": ((X, X + 1, W, 1e-6), 5 * 24, 4 * (24 + 24 + 8 + 24 + 24)),
     "infc::layer_norm": ((X, W, W + 1, 1e-6), 7 * 24, 4 * (24 + 8 + 8 + 24)),
+    "infc::rms_norm_quantized": ((X, W, 1e-6, 4, False), 7 * 24, 4 * (24 + 8) + 24 + 4 * 6),
+    "infc::add_rms_norm_quantized": ((X, X + 1, W, 1e-6, 0, False), 8 * 24, 4 * (24 + 24 + 8 + 24) + 24 + 4 * 3),
+    "infc::layer_norm_quantized": ((X, W, W + 1, 1e-6, 0, False), 10 * 24, 4 * (24 + 8 + 8) + 24 + 4 * 3),
     "infc::rope": ((rand(3, 4, 8), rand(3, 2, 8), rand(3, 1, 2), rand(3, 1, 2), False), 3 * 4 * (12 + 6), 4 * (2 * 96 + 2 * 48 + 6 + 6)),
     "infc::attention": ((rand(2, 4, 3, 8), rand(2, 2, 5, 8), rand(2, 2, 5, 6), None, 0.5, "causal"),
                         2 * 4 * 3 * 5 * (16 + 12 + 5), 4 * (192 + 160 + 120 + 144)),
@@ -74,6 +77,9 @@ CASES = {
 
 
 FLOATS = {                              # the same with codes of e4m3
+    "infc::rms_norm_quantized": ((X, W, 1e-6, 4, True, torch.bfloat16), 7 * 24, 4 * (24 + 8) + 24 + 4 * 6),
+    "infc::add_rms_norm_quantized": ((X, X + 1, W, 1e-6, 0, True), 8 * 24, 4 * (24 + 24 + 8 + 24) + 24 + 4 * 3),
+    "infc::layer_norm_quantized": ((X, W, None, 1e-6, 0, True), 10 * 24, 4 * (24 + 8) + 24 + 4 * 3),
     "infc::dequantize": ((rand(5, 8).to(E4M3), rand(1, 1).half(), None, 8, 0, 8), 2 * 40, 40 + 2 + 4 * 40),
     "infc::quantize_rows": ((X, 8, 4, True), 3 * 24, 4 * 24 + 24 + 4 * 6),
     "infc::dequantize_rows": ((rand(3, 8).to(E4M3), rand(3, 2), 4), 24, 24 + 4 * 6 + 4 * 24),
@@ -146,6 +152,35 @@ def test_norms_are_pytorchs(dtype):
 
 
 # -------------------------------------------------------------------------------------------------------------- products
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("out", [None, torch.bfloat16])
+@pytest.mark.parametrize(("group", "e4m3"), [(0, False), (4, True), (7, False)])
+def test_norms_that_give_codes_are_norms_then_quantize_rows(dtype, out, group, e4m3):
+    x, w, b = rand(3, 16, dtype=dtype), rand(16, dtype=dtype), rand(16, dtype=dtype, seed=1)
+    for name, given in (("rms_norm", (x, w)), ("add_rms_norm", (x, x + 1, w)), ("layer_norm", (x, w, b))):
+        wide = by_name(f"infc::{name}").call(*given, 1e-6, out)
+        y, *sums = wide if isinstance(wide, tuple) else (wide,)
+        found = by_name(f"infc::{name}_quantized").call(*given, 1e-6, group, e4m3, out)
+        for one, same in zip(found, (*infc.quantize_rows(y, 8, group, e4m3), *sums), strict=True):
+            assert one.dtype == same.dtype and torch.equal(one.double(), same.double())
+
+
+@pytest.mark.parametrize(("group", "e4m3"), [(4, False), (0, False), (0, True)])
+def test_rows_that_come_as_codes_are_rows_that_the_product_rounds(group, e4m3):
+    """The same bits; what is read is the codes and their scales, and the result is fp32 unless told otherwise."""
+    codes, scale = infc.quantize_rows(X, 8, group, e4m3)
+    weight = (rand(10, 8).to(E4M3), rand(10, 1).half(), None) if e4m3 else W8
+    for name, more in (("linear", (rand(10), rand(3, 10))), ("linear_swiglu", ("silu",))):
+        product = by_name(f"infc::{name}_quantized")
+        given = (*weight, *more, 8, 0, 8, group)
+        rounded, ready = product.call(X, *given), product.call(codes, *given, None, scale)
+        assert ready.dtype == torch.float32 and torch.equal(rounded, ready)
+        assert product.call(codes, *given, torch.bfloat16, scale).dtype == torch.bfloat16
+        saved = product.cost(X, *given).bytes - product.cost(codes, *given, None, scale).bytes
+        assert saved == 4 * 24 - 24 - 4 * scale.numel() and product.cost(X, *given).flops == product.cost(codes, *given, None, scale).flops
+        torch.library.opcheck(product.call, (codes, *given, None, scale), test_utils=("test_autograd_registration", "test_faketensor"))
+
 
 def test_linear_rounds_once():
     """bf16 operands, fp32 sums: residual and bias are added before the one rounding."""

@@ -156,6 +156,8 @@ PASSES = (
           "infc.quantize_rows.default, (x, bits, group)", "infc.quantize_rows.default, (x, 8, group)", dtype="w8"),
     _pass("codes: rows of whole numbers where e4m3 was asked for", "llama", CHECK, "quantize_activations",
           '{"e4m3": True} if e4m3 else {}', "{}", dtype="fp8a8"),
+    _pass("codes: a norm gives whole numbers where its product reads e4m3", "llama", CONTRACT, "fuse_norm_quantized",
+          'given["codes"].meta["val"].dtype == E4M3', "False", dtype="gpu fp8a8"),
     _pass("cache: attention takes the scales of k for those of v", "llama", CHECK, "quantize_kv",
           "args = [*node.args[:at], *held, *node.args[at + 2:]]",
           "args = [*node.args[:at], *(held if node is write else [*held[:3], held[1]]), *node.args[at + 2:]]", dtype="kv int8"),

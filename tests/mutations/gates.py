@@ -27,13 +27,14 @@ BUCKETS = (1, 16, 64)
 
 @dataclass(frozen=True)
 class Precision:
-    """A fault's `dtype`: fp32, bf16, or, over bf16, a scheme of compiler.quant.scheme or "kv int8"."""
+    """A fault's `dtype`: fp32, bf16, or, over bf16, a scheme of compiler.quant.scheme (behind "gpu ": as passes for a GPU have it) or
+    "kv int8"."""
 
     text: str
 
     @property
     def quant(self) -> str:
-        return "none" if self.text in ("fp32", "bf16", "kv int8") else self.text
+        return "none" if self.text in ("fp32", "bf16", "kv int8") else self.text.removeprefix("gpu ")
 
     @property
     def kv(self) -> str:
@@ -50,7 +51,9 @@ class Precision:
     def options(self) -> dict[str, Any]:
         """What its passes may read."""
         scheme = parse(self.quant)
-        return {"max_sequences": 16, "dtype": self.dtype, "kv": parse_kv(self.kv), "quantization": Plan(scheme, "rtn") if scheme else None}
+        return {"max_sequences": 16, "dtype": self.dtype, "kv": parse_kv(self.kv), "quantization": Plan(scheme, "rtn") if scheme else None,
+                "norm_codes": self.text.startswith("gpu ")}
+
 
 VERIFY, CONTRACT, CHECK, GRAPH, PLAN, REPLAY, RUNTIME = (
     "verify", "contract", "pass's own check", "golden, graph", "memory plan", "golden, replay", "runtime check")

@@ -4,14 +4,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....compiler.ops.codes import E4M3_MAX, TINY
 from ....compiler.ops.kv_quantized import FORMATS, kv_write_quantized
-from ..primitives import narrow_e4m3
 from ..registry import Emit, kernel
-from ..rows import inverse_scale, power_of_2, refuse_dtypes
+from ..rows import codes_of, inverse_scale, largest_of, limits, power_of_2, refuse_dtypes
 from .kv_write import place
-
-LIMIT = {"int8": 127.0, "fp8": E4M3_MAX}
 
 
 def refuse(
@@ -31,28 +27,14 @@ def refuse_caches(k_cache: Tensor, k_scale: Tensor, v_cache: Tensor, v_scale: Te
 
 
 @triton.jit
-def codes_of(x, inverse, FORMAT: tl.constexpr, limit):
-    """fp32 -> codes of a cache: to the nearest, ties to even. Of NaN a code of 0: its scale says so."""
-    scaled = x * inverse
-    scaled = tl.where(scaled == scaled, tl.minimum(tl.maximum(scaled, -limit), limit), 0.0)
-    return (scaled + 12582912.0 - 12582912.0).to(tl.int8) if FORMAT == "int8" else narrow_e4m3(scaled)      # 1.5 * 2**23: no fraction left
-
-
-@triton.jit
-def largest_of(x):
-    """The largest magnitude of each row of x [heads, channels]; NaN where there is one."""
-    return tl.where(tl.max((x != x).to(tl.int32), 1) > 0, float("nan"), tl.max(tl.where(x == x, tl.abs(x), 0.0), 1))
-
-
-@triton.jit
 def _write(x_ptr, codes_ptr, scale_ptr, token, slot, head, tiny, limit, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
            PAGE: tl.constexpr, FORMAT: tl.constexpr):
     at = tl.arange(0, BLOCK)[None, :]
     mask = (head < KV_HEADS)[:, None] & (at < WIDTH)
     x = tl.load(x_ptr + (token * KV_HEADS + head)[:, None] * WIDTH + at, mask, other=0.0).to(tl.float32)
     largest = largest_of(x)
-    inverse = inverse_scale(largest, tiny, limit)
-    tl.store(codes_ptr + place(slot, head, KV_HEADS, WIDTH, PAGE)[:, None] + at, codes_of(x, inverse[:, None], FORMAT, limit), mask)
+    codes = codes_of(x, inverse_scale(largest, tiny, limit)[:, None], limit, FORMAT == "fp8")     # pyright: ignore[reportGeneralTypeIssues]
+    tl.store(codes_ptr + place(slot, head, KV_HEADS, WIDTH, PAGE)[:, None] + at, codes, mask)
     tl.store(scale_ptr + place(slot, head, KV_HEADS, 1, PAGE), tl.div_rn(largest, tl.zeros_like(largest) + limit), head < KV_HEADS)
 
 
@@ -76,6 +58,6 @@ def lower(
     tokens, heads, width = k.shape
     k_block, v_block = power_of_2(width), power_of_2(v.shape[-1])
     each = min(power_of_2(heads), max(1, 512 // max(k_block, v_block)))
-    emit(_kv_write, grid=(tokens, -(-heads // each)), args=(k, v, k_cache, k_scale, v_cache, v_scale, slots, TINY, LIMIT[format]),
+    emit(_kv_write, grid=(tokens, -(-heads // each)), args=(k, v, k_cache, k_scale, v_cache, v_scale, slots, *limits(format == "fp8")),
          warps=max(1, min(8, each * max(k_block, v_block) // 256)), KV_HEADS=heads, K_WIDTH=width, V_WIDTH=v.shape[-1],
          PAGE=k_cache.shape[2], FORMAT=format, HEADS=each, K_BLOCK=k_block, V_BLOCK=v_block)

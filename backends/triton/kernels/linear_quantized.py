@@ -5,8 +5,8 @@ one product of tiles by standing in columns of their own, column (g, m) holding 
 a group's sum of x times its offset is added. Few rows: codes are read as words of two bytes, whose four (two) parts are spread in place
 and each meet every fourth (second) column of x. Many rows: bytes, of which the low halves meet the even columns and the high the odd.
 
-act_bits 8: a first launch rounds the rows of x to codes (compiler.ops.codes.row_codes, the same codes), and codes meet codes: in int8
-(e4m3) tensor cores where a tile is deep enough for them.
+act_bits 8: a first launch rounds the rows of x to codes (compiler.ops.codes.row_codes, the same codes), unless they come as codes with
+x_scale, and codes meet codes: in int8 (e4m3) tensor cores where a tile is deep enough for them.
 
 e4m3 codes go the same way. Hopper's tensor cores keep some 13 bits of a sum of e4m3 products: no more than BLOCK_K of them are summed
 there, the rest in fp32.
@@ -20,23 +20,21 @@ import triton.language as tl
 from torch import Tensor
 
 from ....compiler.ops import linear_quantized
-from ....compiler.ops.codes import E4M3, E4M3_MAX, ROW_LIMIT, TINY, groups, row_type
+from ....compiler.ops.codes import E4M3, groups, row_type
 from ....compiler.ops.linear_quantized import linear_swiglu_quantized
 from ....compiler.ops.swiglu import ACTIVATIONS
-from ..primitives import bytes_as, dot, e4m3_as, e4m3_pairs_of, halves_as, narrow_e4m3, pairs_of, quarters_of
+from ..primitives import bytes_as, dot, e4m3_as, e4m3_pairs_of, halves_as, pairs_of, quarters_of
 from ..registry import Emit, Work, kernel
-from ..rows import inverse_scale, power_of_2, refuse_dtypes, refuse_out
-from .kv_write_quantized import largest_of
+from ..rows import GROUPS, limits, power_of_2, refuse_dtypes, refuse_out, round_groups
 from .linear import CTAS, epilogue, lower_combine, parts, splits, store_part, tile, work_of
 
-GROUPS = (32, 64, 128, 256)
 MAX_ROW = 32_768
 """Longest row that one program rounds to codes with one scale."""
 
 
 def refuse(
     x: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None, bias: Tensor | None, residual: Tensor | None,
-    bits: int, group: int, act_bits: int, act_group: int, out_dtype: torch.dtype | None = None,
+    bits: int, group: int, act_bits: int, act_group: int, out_dtype: torch.dtype | None = None, x_scale: Tensor | None = None,
 ) -> str | None:
     """None where the kernels take the call, else why not."""
     k = x.shape[-1]
@@ -50,16 +48,27 @@ def refuse(
     for name, value in (("scale", scale), ("offset", offset)):
         if value is not None and value.dtype != torch.float16: return f"{name} is {value.dtype}: fp16 is known"
     if not codes.numel() or not codes.is_contiguous(): return f"a weight of {tuple(codes.shape)} codes is empty or not contiguous"
-    return refuse_dtypes(x=x, scale=scale, offset=offset, bias=bias, residual=residual) or refuse_out(out_dtype)
+    return (_refuse_rows(x, codes, act_bits, act_group, x_scale)
+            or refuse_dtypes(scale=scale, offset=offset, bias=bias, residual=residual) or refuse_out(out_dtype))
+
+
+def _refuse_rows(x: Tensor, codes: Tensor, act_bits: int, act_group: int, x_scale: Tensor | None) -> str | None:
+    if x_scale is None: return refuse_dtypes(x=x)
+    kind, shape = row_type(8, codes.dtype == E4M3), (*x.shape[:-1], groups(x.shape[-1], act_group))
+    if act_bits != 8: return f"x comes with scales, and act_bits is {act_bits}: 8 is known"
+    if x.dtype != kind: return f"x is {x.dtype} with scales, of a weight whose rows are {kind}"
+    if x_scale.dtype != torch.float32 or x_scale.shape != shape:
+        return f"x_scale is {x_scale.dtype} {tuple(x_scale.shape)}: fp32 {shape} fits"
+    return None if x.is_contiguous() and x_scale.is_contiguous() else "x or x_scale is not contiguous"
 
 
 def refuse_swiglu(
     x: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None, act: str,
-    bits: int, group: int, act_bits: int, act_group: int, out_dtype: torch.dtype | None = None,
+    bits: int, group: int, act_bits: int, act_group: int, out_dtype: torch.dtype | None = None, x_scale: Tensor | None = None,
 ) -> str | None:
     """None where the kernels take the call, else why not."""
     if act not in ACTIVATIONS: return f"activation {act!r} is none of {', '.join(ACTIVATIONS)}"
-    return refuse(x, codes, scale, offset, None, None, bits, group, act_bits, act_group, out_dtype)
+    return refuse(x, codes, scale, offset, None, None, bits, group, act_bits, act_group, out_dtype, x_scale)
 
 
 @triton.jit
@@ -71,13 +80,9 @@ def _round_rows(x_ptr, codes_ptr, scale_ptr, tiny, limit, K: tl.constexpr, GROUP
     k = g[:, None] * GROUP + i[None, :]
     seen = (i < GROUP)[None, :] & (k < K)
     x = tl.load(x_ptr + row * K + k, seen, other=0.0).to(tl.float32)
-    largest = largest_of(x)                                         # a plain maximum would hide NaN
-    codes = x * inverse_scale(largest, tiny, limit)[:, None]        # pyright: ignore[reportGeneralTypeIssues]
-    if not FLOATS: codes = codes + 12582912.0 - 12582912.0          # 1.5 * 2**23: no fraction is left, ties went to even
-    codes = tl.minimum(tl.maximum(codes, -limit), limit)
-    if FLOATS: tl.store(codes_ptr + row * K + k, narrow_e4m3(codes), seen)
-    else: tl.store(codes_ptr + row * K + k, codes.to(tl.int8), seen)
-    tl.store(scale_ptr + row * G + g, tl.div_rn(largest, limit), g < G)
+    codes, scale = round_groups(x, tiny, limit, FLOATS)             # pyright: ignore[reportGeneralTypeIssues]
+    tl.store(codes_ptr + row * K + k, codes, seen)
+    tl.store(scale_ptr + row * G + g, scale, g < G)
 
 
 @triton.jit
@@ -250,7 +255,7 @@ def tiles(rows: int, n: int, k: int, bits: int, group: int, more: bool, wide: bo
 
 def _lower(
     emit: Emit, y: Tensor, x: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None, bias: Tensor | None, residual: Tensor | None,
-    act: str, bits: int, group: int, act_bits: int, act_group: int,
+    act: str, bits: int, group: int, act_bits: int, act_group: int, x_scale: Tensor | None,
 ) -> None:
     n, k = y.shape[-1], x.shape[-1]
     rows = x.numel() // k
@@ -258,10 +263,8 @@ def _lower(
     group = k if groups(k, group) == 1 else group
     more = bool(act) or (offset is not None and bool(act_bits) and groups(k, act_group) > 1)
     cut = emit.choice(cuts(rows, n, k, bits, group, more, x.dtype == torch.float32 and not act_bits, offset is not None))
-    x_scale, x_scales = scale, ""
-    if act_bits:
-        x, x_scale = _rounded(emit, x, rows, act_group, codes.dtype == E4M3)
-        x_scales = "row" if x_scale.shape[1] == 1 else "group"
+    if act_bits and x_scale is None: x, x_scale = _rounded(emit, x, rows, act_group, codes.dtype == E4M3)
+    x_scales = "" if x_scale is None else "row" if x_scale.shape[-1] == 1 else "group"
     extras = (x if bias is None else bias, x if residual is None else residual)     # one that is absent is never read
     flags = {"N": n, "K": k, "ACT": act, "BIAS": bias is not None, "RESIDUAL": residual is not None}
     part = y if cut.split == 1 else emit.empty(cut.split, rows, codes.shape[0], dtype=torch.float32, like=x)
@@ -273,7 +276,7 @@ def _lower(
     work = work_of(cut, weights * cut.block_n * (bits / 8 + scales), cut.block_m * x.element_size(),
                    cut.block_m * cut.block_g, weights, part, k)
     emit(_codes, work=work, grid=(-(-rows // cut.block_m) * -(-n // cut.block_n), cut.split),
-         args=(x, x_scale, codes, scale, scale if offset is None else offset, *extras, part, rows),
+         args=(x, scale if x_scale is None else x_scale, codes, scale, scale if offset is None else offset, *extras, part, rows),
          warps=cut.warps, stages=cut.stages, **flags, BITS=bits, FLOATS=codes.dtype == E4M3, GROUP=group,
          ONE_SCALE=scale.shape[0] < codes.shape[0], OFFSET=offset is not None, X_SCALES=x_scales, CODES=whole, WORDS=words,
          spills_ok=True,                                             # none on sm_90a, which a test holds; a few bytes on others
@@ -290,7 +293,7 @@ def _rounded(emit: Emit, x: Tensor, rows: int, group: int, e4m3: bool) -> tuple[
     wide = power_of_2(group)
     block_g = min(power_of_2(count), max(1, 2048 // wide))
     emit(_round_rows, grid=(rows, -(-count // block_g)), warps=8 if wide > 4096 else 4,
-         args=(x, codes, scale, TINY, E4M3_MAX if e4m3 else float(ROW_LIMIT[8])),
+         args=(x, codes, scale, *limits(e4m3)),
          K=k, GROUP=group, G=count, WIDE=wide, BLOCK_G=block_g, FLOATS=e4m3,
          work=Work(warm=block_g * group * x.element_size(), stores=block_g * (group + 4), ahead=block_g * group * x.element_size()))
     return codes, scale
@@ -299,16 +302,16 @@ def _rounded(emit: Emit, x: Tensor, rows: int, group: int, e4m3: bool) -> tuple[
 @kernel(linear_quantized, refuse=refuse)
 def lower(
     emit: Emit, y: Tensor, x: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None, bias: Tensor | None, residual: Tensor | None,
-    bits: int, group: int, act_bits: int, act_group: int, out_dtype: torch.dtype | None = None,
+    bits: int, group: int, act_bits: int, act_group: int, out_dtype: torch.dtype | None = None, x_scale: Tensor | None = None,
 ) -> None:
     """x [..., K], codes u8 [N, ceil(K * bits / 8)] or e4m3, scale, offset f16 [N, G] -> y [..., N]."""
-    _lower(emit, y, x, codes, scale, offset, bias, residual, "", bits, group, act_bits, act_group)
+    _lower(emit, y, x, codes, scale, offset, bias, residual, "", bits, group, act_bits, act_group, x_scale)
 
 
 @kernel(linear_swiglu_quantized, refuse=refuse_swiglu)
 def lower_swiglu(
     emit: Emit, y: Tensor, x: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None, act: str,
-    bits: int, group: int, act_bits: int, act_group: int, out_dtype: torch.dtype | None = None,
+    bits: int, group: int, act_bits: int, act_group: int, out_dtype: torch.dtype | None = None, x_scale: Tensor | None = None,
 ) -> None:
     """x [..., K], codes of [2F, K] (gate rows, then up rows) -> y [..., F]."""
-    _lower(emit, y, x, codes, scale, offset, None, None, act, bits, group, act_bits, act_group)
+    _lower(emit, y, x, codes, scale, offset, None, None, act, bits, group, act_bits, act_group, x_scale)

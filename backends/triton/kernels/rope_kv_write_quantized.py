@@ -4,13 +4,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....compiler.ops.codes import TINY
 from ....compiler.ops.kv_quantized import rope_kv_write_quantized
 from ..primitives import narrow
 from ..registry import Emit, kernel
-from ..rows import inverse_scale, power_of_2, refuse_dtypes, refuse_out
+from ..rows import codes_of, inverse_scale, largest_of, limits, power_of_2, refuse_dtypes, refuse_out
 from .kv_write import place
-from .kv_write_quantized import LIMIT, codes_of, largest_of, refuse_caches
+from .kv_write_quantized import refuse_caches
 from .rope_kv_write import rotated
 
 
@@ -31,7 +30,7 @@ def _store(x, at, head, mask, slot, inverse, limit, q_ptr, k_ptr, v_ptr, token, 
     """x [heads, channels] to q [T, Q_HEADS, WIDTH], or as codes to its cache; `at` are channels."""
     tl.store(q_ptr + (token * Q_HEADS + head) * WIDTH + at, narrow(x, q_ptr.dtype.element_ty), mask & (head < Q_HEADS))
     k_head, v_head = head - Q_HEADS, head - Q_HEADS - KV_HEADS
-    kept = codes_of(x, inverse[:, None], FORMAT, limit)
+    kept = codes_of(x, inverse[:, None], limit, FORMAT == "fp8")
     mask = mask & (slot >= 0)
     tl.store(k_ptr + place(slot, k_head, KV_HEADS, WIDTH, PAGE) + at, kept, mask & (k_head >= 0) & (v_head < 0))
     tl.store(v_ptr + place(slot, v_head, KV_HEADS, WIDTH, PAGE) + at, kept, mask & (v_head >= 0) & (v_head < KV_HEADS))
@@ -76,6 +75,6 @@ def lower(
     block = power_of_2(half)
     each = min(power_of_2(heads), max(1, 256 // block))
     emit(_rope_kv_write, grid=(qkv.shape[0], -(-heads // each)),
-         args=(qkv, cos, sin, q, k_cache, k_scale, v_cache, v_scale, slots, TINY, LIMIT[format]), warps=max(1, each * block // 256),
+         args=(qkv, cos, sin, q, k_cache, k_scale, v_cache, v_scale, slots, *limits(format == "fp8")), warps=max(1, each * block // 256),
          Q_HEADS=q_heads, KV_HEADS=kv_heads, WIDTH=width, HALF=half, INTERLEAVED=interleaved, PAGE=k_cache.shape[2], FORMAT=format,
          HEADS=each, BLOCK=block, REST=power_of_2(width - 2 * half) if width > 2 * half else 0)
