@@ -1,5 +1,5 @@
 """What a user may choose of a compile, what is chosen where nothing is, and what no compile can follow."""
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,17 @@ class Options:
     keep_slow: bool = False                           # use a format also where it makes a decode step slower
     candidates: str = search.CANDIDATES               # with quant "auto": the formats to choose among, for each weight
     search_for: str = "bytes"                         # with quant "auto": the fewest bytes, or the least decode time
+
+    def __post_init__(self) -> None:
+        """From Python a path may be a string, a recipe's file a path, and buckets a list; UserError for a value of another type."""
+        for name in ("dump", "calib", "data"):
+            if isinstance(value := getattr(self, name), str): object.__setattr__(self, name, Path(value))
+        if isinstance(self.quant, Path): object.__setattr__(self, "quant", str(self.quant))
+        if isinstance(self.buckets, list): object.__setattr__(self, "buckets", tuple(self.buckets))
+        for one in fields(self):
+            default, value = one.default, getattr(self, one.name)
+            if isinstance(default, str) and not isinstance(value, str):
+                raise UserError(f"{one.name} is {value!r}: give a string, as {one.name}={default!r}, or leave it out")
 
 
 def settled(options: Options, target: targets.Target) -> Options:

@@ -138,6 +138,15 @@ def test_the_oldest_go_first(cache: Kept, monkeypatch: pytest.MonkeyPatch) -> No
     assert [path.name for path in entries()] == ["a", "d"]
 
 
+def test_what_a_killed_compile_left_half_written_goes(cache: Kept) -> None:
+    cache.keep("a", Note(text="x"), "notes")
+    old, new = (cache_folder() / "kept" / name for name in (".b.1-00", ".c.1-00"))
+    for half in (old, new): half.write_bytes(b"half")
+    os.utime(old, (time.time() - 7200,) * 2)
+    cache.keep("d", Note(text="x"), "notes")
+    assert [path.name for path in entries()] == [new.name, "a", "d"]
+
+
 # --------------------------------------------------------------------------------------------------------------- the keys
 
 def test_a_key_holds_our_sources_and_how_pytorch_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
