@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import SymInt, Tensor, fx
+from torch._ops import OpOverload
 
 from ..compiler.contracts import row_error
 from ..compiler.ir import Graph
@@ -31,6 +32,13 @@ class View(Protocol):
     def dtype(self) -> str: ...
     @property
     def shape(self) -> tuple[int, ...]: ...
+
+
+class Caches(Protocol):
+    """KV caches that lie otherwise than operators mean them: backends.cpu.caches.Caches."""
+
+    def read(self, name: str, like: Tensor) -> Tensor: ...
+    def write(self, name: str, cache: Tensor) -> None: ...
 
 
 class Table(Protocol):
@@ -70,6 +78,7 @@ class ReferenceTable:
     table: Table
     bound: Bound
     by_kernel: Callable[[int], bool]
+    caches: Caches | None = None           # where they lie otherwise than operators mean them
     watch: int | None = None
     differences: list[float] = field(default_factory=list)
 
@@ -123,6 +132,9 @@ class ReferenceTable:
         arguments = self._arguments(index, dims)
         for out, value in self._results(index, arguments, dims):
             out.copy_(value)
+        if self.caches and any(_writes(node) for node in self.bound.units[index].nodes):
+            for arg, cache in arguments:
+                if name := self._cache(arg): self.caches.write(name, cache)
 
     def _compare(self, index: int, dims: Mapping[str, int]) -> None:
         """Run the kernel, and the reference on copies of what it read; caches and results are compared."""
@@ -131,10 +143,10 @@ class ReferenceTable:
         wanted = self._results(index, copies, dims)
         self._kernels(index, dims)
         error = 0.0
-        for (arg, now), (_, then) in zip(given, copies, strict=True):
-            if isinstance(arg, fx.Node) and source_of(arg)[0].name in self.bound.graph.kv:
-                error = max(error, row_error(now, then))
-        outs = [tensor for arg, tensor in given if isinstance(arg, Out)]
+        found = self._arguments(index, dims)
+        for (arg, now), (_, then) in zip(found, copies, strict=True):
+            if self._cache(arg): error = max(error, row_error(now, then))
+        outs = [tensor for arg, tensor in found if isinstance(arg, Out)]
         error = max([error, *(row_error(out, value) for out, (_, value) in zip(outs, wanted, strict=True))])
         self.differences.append(error)
 
@@ -142,7 +154,19 @@ class ReferenceTable:
         """What the step's kernel is given, beside what it is in the graph. Weights lie packed there: those come from the graph."""
         pairs = [pair for i, launch in enumerate(self._launches[index], self._firsts[index])
                  for pair in zip(launch.args, self.table.views(i, dims), strict=True)]
-        return [(arg, tensor(view)) for arg, view in pairs if not isinstance(arg, (Scratch, Weight)) and not self._is_weight(arg)]
+        return [(arg, self._tensor(arg, view)) for arg, view in pairs
+                if not isinstance(arg, (Scratch, Weight)) and not self._is_weight(arg)]
+
+    def _tensor(self, arg: Arg, view: View) -> Tensor:
+        """The memory itself, or a copy of a cache that lies otherwise than operators mean it."""
+        name = self._cache(arg)
+        if not self.caches or not name: return tensor(view)
+        return self.caches.read(name, torch.empty(view.shape, dtype=_TORCH[view.dtype], device="meta"))
+
+    def _cache(self, arg: Arg) -> str:
+        """The name of the KV buffer that an argument is, if it is one."""
+        name = source_of(arg)[0].name if isinstance(arg, fx.Node) else ""
+        return name if name in self.bound.graph.kv else ""
 
     def _is_weight(self, arg: Arg) -> bool:
         return isinstance(arg, fx.Node) and source_of(arg)[0].name in self.bound.graph.weights
@@ -205,16 +229,23 @@ class _Evaluation:
         return self.dims[base] + int(plus or 0)
 
 
-def install(executor: Any, bounds: Mapping[str, Bound], by_kernel: Callable[[int], bool]) -> dict[str, ReferenceTable]:
-    """Let a runtime's executor run reference tables. bounds: by program name. Returns the tables, by the same names, as they are made."""
+def install(
+    executor: Any, bounds: Mapping[str, Bound], by_kernel: Callable[[int], bool], caches: Caches | None = None,
+) -> dict[str, ReferenceTable]:
+    """Let a runtime's executor run reference tables. bounds: by program name. caches: where they lie otherwise than operators mean them.
+    Returns the tables, by the same names, as they are made."""
     made, plain = dict[str, ReferenceTable](), executor.table
 
     def table(name: str) -> ReferenceTable:
-        made[name] = ReferenceTable(plain(name), bounds[name], by_kernel)
+        made[name] = ReferenceTable(plain(name), bounds[name], by_kernel, caches)
         return made[name]
 
     executor.table = table
     return made
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def tensor(view: View) -> Tensor:

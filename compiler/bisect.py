@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from .. import passes
 from ..backends import reference
+from ..backends.cpu.caches import Caches
 from ..runtime.errors import RuntimeFault
 from ..runtime.golden import replay
 from ..runtime.session import Model, load
@@ -227,7 +228,7 @@ class Machine:
 
     def load(self) -> Model:
         """The model, nothing of it recorded."""
-        if not self.gpu: return load(self.artifact)
+        if not self.gpu: return load(self.artifact, kv_tokens=VERIFY_TOKENS)
         device, _ = host_device(self.artifact, self.target, self.bounds)
         model = load(self.artifact, device=device, kv_tokens=VERIFY_TOKENS)
         model.cache.clear()
@@ -242,7 +243,8 @@ def _first_kernel(search: Search, rewrites: int, machine: Machine, report: Any) 
         sizes = {b.name: b.bucket["T"] for b in model.manifest.buckets}
         bucket = max(wrong, key=lambda name: sizes.get(name, 0))
         kernels = {"until": 0}
-        tables = reference.install(model.executor, bounds, lambda unit: unit < kernels["until"])
+        tables = reference.install(model.executor, bounds, lambda unit: unit < kernels["until"],
+                                   None if machine.gpu else Caches(model.executor))
 
         def good(cut: int, left: int) -> bool:
             kernels["until"] = cut

@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 
 from ..backends import reference
+from ..backends.cpu.caches import Caches
 from ..backends.host_device import HostDevice
 from ..backends.reference import Bound
 from ..runtime.artifact import REPORT, read, verify_files
@@ -18,7 +19,7 @@ from .kept import Kept
 from .progress import Event, Listener
 
 VERIFY_TOKENS = 4096
-"""Room of the KV pool when a GPU's program is verified here: more than all golden cases together, twice."""
+"""Room of the KV pool when a program is verified on reference operators: more than all golden cases together, twice."""
 
 Bounds = dict[str, Bound]
 """Program name -> the graph and the units behind its steps."""
@@ -38,9 +39,9 @@ def replay_here(folder: Path, target: targets.Target, listen: Listener, bounds: 
     missing = targets.missing(target)
     if missing:
         return {"replayed": False, "reason": f"this CPU lacks {', '.join(missing)}: run `infc verify` on the target"}
-    with load(folder) as model:
+    with load(folder, kv_tokens=None if bounds is None else VERIFY_TOKENS) as model:
         if bounds is not None:
-            reference.install(model.executor, bounds, lambda unit: False)
+            reference.install(model.executor, bounds, lambda unit: False, Caches(model.executor))
         report = replay(model)
         _refuse_other(report)
         size = model.memory()["weights"]

@@ -69,6 +69,10 @@ class Artifact:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def replaced(self) -> bool:
+        """Whether the path names another artifact by now."""
+        return self._storage.replaced()
+
     def close(self) -> None:
         """Let go of the folder."""
         self._storage.close()
@@ -209,10 +213,16 @@ def read(path: str | os.PathLike[str]) -> Artifact:
 
 def verify_files(path: str | os.PathLike[str], full: bool = True) -> Artifact:
     """`read`, and with full=True the sha256 of the weights as well."""
-    artifact = read(path)
-    if full:
-        artifact.hash_weights()
-    return artifact
+    for attempt in range(3):
+        artifact = read(path)
+        try:
+            if full: artifact.hash_weights()
+            return artifact
+        except RuntimeFault:
+            replaced = artifact.replaced()                # as in `read`
+            artifact.close()
+            if not replaced or attempt == 2: raise
+    raise AssertionError("unreachable")
 
 
 def write(

@@ -43,9 +43,9 @@ class Executor:
             manifest = artifact.manifest
             self._arena_bytes = max((b.arena_bytes for b in manifest.buckets), default=0)
             self._arena = self._region(self._arena_bytes, "arena", huge=True)
-            self._kv_runs = KvRuns(manifest.kv, kv_blocks)
-            self._kv_pool = self._region(self._kv_runs.bytes, "KV pool", huge=True)
-            self.library.kv_run(self._kv_runs.run_bytes)
+            self.kv_runs = KvRuns(manifest.kv, kv_blocks)
+            self.kv_pool = self._region(self.kv_runs.bytes, "KV pool", huge=True)
+            self.library.kv_run(self.kv_runs.run_bytes)
             self._weights = self._region(manifest.weights.data_bytes if manifest.weights else 0, "weights", huge=True)
             self.upload(artifact)
         except BaseException:
@@ -101,13 +101,13 @@ class Executor:
         return {name: Region(self._weights.address + p.start, p.stop - p.start) for name, p in self.artifact.places.items()}
 
     def _kv_places(self) -> dict[str, Region]:
-        base, offsets = self._kv_pool.address, self._kv_runs.offsets
+        base, offsets = self.kv_pool.address, self.kv_runs.offsets
         return {b.name: Region(base + offsets[b.name], b.block_bytes) for b in self.artifact.manifest.kv}
 
     def clear(self, first: int, count: int, byte: int) -> None:
         """Set every byte of `count` KV blocks from `first` on."""
-        for offset, size in self._kv_runs.ranges(first, count):
-            ctypes.memset(self._kv_pool.address + offset, byte, size)
+        for offset, size in self.kv_runs.ranges(first, count):
+            ctypes.memset(self.kv_pool.address + offset, byte, size)
 
     def fill(self, works: Sequence[Work], live: Mapping[str, int], bucket: Mapping[str, int]) -> None:
         """Write the inputs of a step. Kernels take live sizes, whatever the bucket."""
@@ -141,7 +141,7 @@ class Executor:
 
     def memory(self) -> dict[str, int]:
         """Bytes reserved for each purpose. KV pages become real when they are first written."""
-        return {"weights": self._weights.size, "arena": self._arena_bytes, "kv": self._kv_runs.bytes, "huge_pages": int(self._weights.huge)}
+        return {"weights": self._weights.size, "arena": self._arena_bytes, "kv": self.kv_runs.bytes, "huge_pages": int(self._weights.huge)}
 
     def close(self) -> None:
         """Stop the threads and give all memory back."""

@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LAYERS = ("compiler", "passes", "backends", "runtime", "models")
-SCHEMA = ("runtime.artifact", "runtime.device", "runtime.errors", "runtime.manifest", "runtime.program", "runtime.tensors")  # the format
+SCHEMA = ("runtime.artifact", "runtime.device", "runtime.errors", "runtime.kv_runs", "runtime.manifest", "runtime.program",
+          "runtime.tensors")  # the format
 
 # The first pattern that fits a module decides what it may import of ours; "{folder}" is the module's own backend.
 MAY_IMPORT = {

@@ -16,6 +16,7 @@ from infc.backends.triton.registry import Emit
 from infc.compiler import driver
 from infc.compiler.costs.cost_table import CostTable
 from infc.compiler.costs.phases import value
+from infc.compiler.lowering import build_programs, region_cost
 from infc.compiler.ops.codes import E4M3, groups, pack_codes, row_codes
 from torch import Tensor
 
@@ -149,8 +150,8 @@ def step(quant: str, monkeypatch: pytest.MonkeyPatch, fused: bool = True) -> tup
     options = driver.Options(target="h100", quant=quant, quant_method="rtn", buckets=(1,), max_sequences=1, unverified=True, check="off")
     graph = captured(llama())
     driver._run_passes(graph, options, lambda event: None)
-    store, table = Store("sm_90a", ""), CostTable(graph.weights, driver._region_cost)
-    (program,), _, bounds = driver._programs(graph, options, backend, "sm_90a", store, table.maxima)
+    store, table = Store("sm_90a", ""), CostTable(graph.weights, region_cost)
+    (program,), _, bounds = build_programs(graph, options, backend, "sm_90a", store, table.maxima)
     bound, names = bounds[program.name], {key: kernel.name for key, kernel in store.kernels.items()}
     table.add(program, bound.units, bound.context, names)
     entries = [table.kernels[i] for i in table.steps[program.name]]

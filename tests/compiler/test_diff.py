@@ -263,9 +263,9 @@ def test_bad_input_is_one_line(tmp_path):
     (tmp_path / "broken.json").write_text("{")
     other = shutil.copytree(tiny(), tmp_path / "other.infc")
     manifest = other / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"schema": 1', '"schema": 99'))
+    manifest.write_text(manifest.read_text().replace('"schema": 2', '"schema": 99'))
     cases = [
-        ((tiny(), other), "has schema 99, this infc reads schema 1"),
+        ((tiny(), other), "has schema 99, this infc reads schema 2"),
         ((tiny(), tmp_path / "00-captured.json"), "is a dump stage and"),
         ((tmp_path, tmp_path / "00-captured"), "is a whole dump: name one of its stages"),
         ((tmp_path / "00-captred", tmp_path / "00-captured"), "no such stage; did you mean '00-captured'?"),

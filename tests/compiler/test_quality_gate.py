@@ -14,7 +14,7 @@ from infc.compiler.quality.compile_gate import Gate, check_options, info, unveri
 from infc.compiler.quant.plan import Plan
 
 MODEL = "random:tiny?layers=3"
-BLAMED = "model_layers_1_mlp_down_proj_weight"
+BLAMED, MODULE = "model_layers_1_mlp_down_proj_weight", "model.layers.1.mlp.down_proj"
 OPTIONS = driver.Options(quant="w8", check="off", buckets=(1, 16), reuse=False)
 
 
@@ -37,7 +37,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
 
     def quantize(self, w, scheme, name, statistics):
         found = honest(self, w, scheme, name, statistics)
-        return replace(found, scale=found.scale * factor) if name == BLAMED else found
+        return replace(found, scale=found.scale * factor) if name == f"{BLAMED} ({MODULE})" else found
 
     monkeypatch.setattr(Plan, "quantize", quantize)
 
@@ -63,7 +63,7 @@ def test_doubled_scales_of_one_layer_are_refused_by_name(captured, monkeypatch: 
     with pytest.raises(CheckFailed) as refused:
         judged(captured, replace(OPTIONS, quant=quant, quant_method="rtn", quality=quality))
     assert refused.value.exit_code == 1
-    blamed = rf"most to blame is {BLAMED} \(model.layers.1.mlp.down_proj, {quant}\): the error of its product is"
+    blamed = rf"most to blame is {BLAMED} \({MODULE}, {quant}\): the error of its product is"
     assert re.search(rf"layer \S+, layer<=0.[59] allows 0.[59] .*{blamed}", refused.value.message)
 
 

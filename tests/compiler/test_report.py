@@ -254,7 +254,7 @@ def test_bad_input_is_one_line(tmp_path: Path):
     other = tmp_path / "other.infc"
     shutil.copytree(tiny(), other)
     manifest = other / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"schema":1', '"schema":99', 1).replace('"schema": 1', '"schema": 99', 1))
+    manifest.write_text(manifest.read_text().replace('"schema": 2', '"schema": 99', 1))
     cases = [
         (("report", tmp_path / "none.infc"), "no such artifact"), (("report", other, "-o", tmp_path / "x.html"), "schema"),
         (("report", tiny(), "-o", tmp_path), "is a folder"), (("report", tiny(), "-o", tmp_path / "no" / "x.html"), "there is no folder"),
