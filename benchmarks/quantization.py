@@ -7,8 +7,8 @@ as Q4_1 (4 bits, group 32, an offset): w4:asym finds them again and says nothing
 minilm: a sentence encoder with fp32 weights: cosine to its fp32 vectors, and whether pairs of sentences keep their order.
 
 Graphs run in eager PyTorch with the reference operators: weights as their codes mean them, activations rounded as the kernels round
-them, everything else in fp32. Rows go into results/quantization.json as they are there; a row that is there is replaced. quantize_s is null where
-other jobs ran beside it.
+them, everything else in fp32. Rows go into results/quantization.json as they are there; a row that is there is replaced. quantize_s is
+null where other jobs ran beside it.
 """
 import argparse
 import hashlib
