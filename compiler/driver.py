@@ -20,7 +20,7 @@ from . import debug, keys, misses, targets, verification
 from .costs.cost_table import CostTable
 from .dump.dump_programs import write_programs
 from .errors import UserError
-from .files import write_whole
+from .files import named_artifact, write_whole
 from .frontends import capture
 from .frontends.identity import identity
 from .graph_json import graph_json
@@ -61,6 +61,7 @@ def compile(
     runtime.errors.RuntimeFault when the artifact cannot be written. Nothing half-made is left behind.
     """
     options = options or Options()
+    if not isinstance(options, Options): raise UserError(f"options is {options!r}: give an infc.Options, as Options(dtype='fp32')")
     debug.check_all()
     check_options(options)
     written = options.quant
@@ -239,7 +240,7 @@ def _output(model: "str | Path | nn.Module | Graph", output: Path | str | None) 
         base = Path(name).name.removesuffix(".gguf") if Path(name).exists() else name
         output = "".join(c if c.isalnum() or c in "-_." else "-" for c in base).strip("-.") or "model"
     path = Path(output)
-    return path if path.suffix == ".infc" else path.with_name(path.name + ".infc")
+    return named_artifact(path)
 
 
 def _entry(

@@ -1,11 +1,14 @@
 """What a user may choose of a compile, what is chosen where nothing is, and what no compile can follow."""
+import operator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 from . import debug, targets
 from .dump.dump_files import refuse_filled
 from .errors import UserError
+from .judge import CheckLevel
 from .quality import compile_gate, limits
 from .quality.text import CALIBRATION, HELD_OUT
 from .quality.text import read as read_text
@@ -58,15 +61,42 @@ class Options:
     search_for: str = "bytes"                         # with quant "auto": the fewest bytes, or the least decode time
 
     def __post_init__(self) -> None:
-        """From Python a path may be a string, a recipe's file a path, and buckets a list; UserError for a value of another type."""
+        """From Python a path may be a string, a recipe's file a path, buckets any numbers, and what is expected a dict; UserError for a
+        value of another type: `unverified="no"` would be true."""
+        def settle(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
         for name in ("dump", "calib", "data"):
-            if isinstance(value := getattr(self, name), str): object.__setattr__(self, name, Path(value))
-        if isinstance(self.quant, Path): object.__setattr__(self, "quant", str(self.quant))
-        if isinstance(self.buckets, list): object.__setattr__(self, "buckets", tuple(self.buckets))
+            if isinstance(value := getattr(self, name), str): settle(name, Path(value))
+            if not isinstance(getattr(self, name), (Path, NoneType)): raise UserError(f"{name} is {value!r}: give a path, or leave it out")
+        if isinstance(self.quant, Path): settle("quant", str(self.quant))
+        if self.buckets is not None: settle("buckets", _whole_numbers("buckets", self.buckets, "(1, 16)"))
+        if self.max_sequences is not None: settle("max_sequences", *_whole_numbers("max_sequences", [self.max_sequences], "16"))
+        settle("expect", _expected(self.expect))
+        if not isinstance(self.quality, (str, NoneType)):
+            raise UserError(f"quality is {self.quality!r}: give limits, as quality='ppl<=+1%'")
         for one in fields(self):
             default, value = one.default, getattr(self, one.name)
             if isinstance(default, str) and not isinstance(value, str):
                 raise UserError(f"{one.name} is {value!r}: give a string, as {one.name}={default!r}, or leave it out")
+            if isinstance(default, bool) and not isinstance(value, bool):
+                raise UserError(f"{one.name} is {value!r}: give True or False, or leave it out")
+
+
+def _whole_numbers(name: str, values: Any, example: str) -> tuple[int, ...]:
+    """UserError for what are none."""
+    try:
+        if any(isinstance(value, bool) for value in values): raise TypeError
+        return tuple(operator.index(value) for value in values)
+    except TypeError:
+        given = values[0] if name == "max_sequences" else values
+        raise UserError(f"{name} is {given!r}: give whole numbers, as {name}={example}, or leave it out") from None
+
+
+def _expected(given: Any) -> tuple[tuple[str, int], ...]:
+    pairs = tuple(given.items()) if isinstance(given, dict) else given
+    if isinstance(pairs, tuple) and all(isinstance(pair, tuple) and list(map(type, pair)) == [str, int] for pair in pairs): return pairs
+    raise UserError(f"expect is {given!r}: give a dict, as expect={{'fuse_rms_norm': 61}}, or leave it out")
 
 
 def settled(options: Options, target: targets.Target) -> Options:
@@ -86,6 +116,8 @@ def quantized(options: Options) -> bool:
 
 def check_options(options: Options) -> None:
     """UserError for options that no compile can follow."""
+    if options.check not in get_args(CheckLevel):
+        raise UserError(f"unknown check {options.check!r}: choose one of {', '.join(get_args(CheckLevel))}")
     if options.dtype not in DTYPES:
         raise UserError(f"unknown dtype {options.dtype!r}: choose one of {', '.join(DTYPES)}")
     if options.dtype != "fp32" and options.allow != "approximate":

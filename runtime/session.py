@@ -152,6 +152,10 @@ def load(
     read the tokenizer meanwhile.
     """
     start = perf_counter()
+    if not isinstance(path, (str, PathLike)): raise RuntimeFault(f"the artifact's path is {path!r}; give a string or a path")
+    for name, number in (("threads", threads), ("max_sequences", max_sequences), ("kv_tokens", kv_tokens)):
+        if number is not None and (not hasattr(number, "__index__") or isinstance(number, bool)):
+            raise RuntimeFault(f"{name} is {number!r}; it must be a whole number")
     artifact = read(path)
     try:
         if threads is not None and not 1 <= threads <= 4096:

@@ -35,19 +35,24 @@ class OpenSequence(SequenceState):
     def __init__(self, pool: BlockPool) -> None:
         super().__init__()
         self._pool = pool
+        self.closed = False
 
     def truncate(self, length: int) -> None:
         """Forget all tokens but the first `length`."""
+        if not hasattr(length, "__index__") or isinstance(length, bool):
+            raise RuntimeFault(f"cannot truncate a sequence to {length!r}; give a whole number of tokens")
         if not 0 <= length <= self.length:
             raise RuntimeFault(f"cannot truncate a sequence of {self.length} tokens to {length}")
         self._pool.shrink(self, blocks_for(length))
         self.length = length
 
     def close(self) -> None:
-        """Give its blocks back."""
+        """Give its blocks back. It is of no use after."""
         self.truncate(0)
+        self.closed = True
 
     def __enter__(self) -> "OpenSequence":
+        if self.closed: raise RuntimeFault("the sequence is closed; make another with sequence()")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -206,6 +211,8 @@ class Stepper:
         for i, sequence in enumerate(sequences):
             if not isinstance(sequence, OpenSequence):
                 raise RuntimeFault(f"sequence {i} is a {type(sequence).__name__}; make one with sequence()")
+            if sequence.closed:
+                raise RuntimeFault(f"sequence {i} is closed, and what it held is gone; make another with sequence()")
             if sequence._pool is not self.pool:
                 raise RuntimeFault(f"sequence {i} belongs to another model, whose KV blocks it names; make one with this "
                                    "model's sequence()")

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from ..files import named_artifact
 from .arguments import Dtype, Json, ModelName, Quiet, given_counts
 from .output import print_json
 
@@ -72,7 +73,7 @@ def compile_model(
     if output is not None:
         from ...runtime.artifact import refuse_place
 
-        refuse_place(output if output.suffix == ".infc" else output.with_name(output.name + ".infc"), force)
+        refuse_place(named_artifact(output), force)
     with console.Reporter(quiet=quiet) as report:
         from ... import passes
         from .. import driver

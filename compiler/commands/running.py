@@ -8,6 +8,7 @@ import typer
 
 from ...runtime.errors import RuntimeFault
 from ..errors import CheckFailed, UserError
+from ..files import named_artifact
 from .arguments import Artifact, Json, Quiet, Threads, existing, load_model
 from .output import plain, print_json
 
@@ -115,7 +116,7 @@ def tune(
     from .. import console
 
     note = (lambda text: None) if quiet or as_json else lambda text: print(f"  {text}", file=sys.stderr)
-    target = output if output is None or output.suffix == ".infc" else output.with_name(output.name + ".infc")
+    target = None if output is None else named_artifact(output)
     report = plain(measure_and_choose(existing(artifact), target, force=force, rounds=rounds, note=note))
     if as_json:
         print_json(report)

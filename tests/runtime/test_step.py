@@ -188,3 +188,27 @@ def test_two_threads_on_one_sequence_are_told_the_limit(fake, model):
 def test_bad_calls(model, sequences, tokens, message):
     with pytest.raises(RuntimeFault, match=message):
         model.step([model.sequence() for _ in range(sequences)], tokens)
+
+
+def test_a_closed_sequence_is_told(fake, model):
+    sequence = model.sequence()
+    model.step([sequence], [[1, 2]])
+    sequence.close()
+    sequence.close()                                         # twice is once
+    with pytest.raises(RuntimeFault, match=r"sequence 0 is closed, and what it held is gone"): model.step([sequence], [[3]])
+    with pytest.raises(RuntimeFault, match="the sequence is closed"), sequence: pass
+    assert model.counters["kv_blocks_free"] == model.counters["kv_blocks"]
+
+
+@pytest.mark.parametrize("length", ["1", 1.5, None, True])
+def test_a_length_that_is_no_number(model, length):
+    with model.sequence() as sequence, pytest.raises(RuntimeFault, match="give a whole number of tokens"): sequence.truncate(length)
+
+
+@pytest.mark.parametrize("given", [{"kv_tokens": "64"}, {"kv_tokens": 64.5}, {"kv_tokens": True}, {"threads": "2"}, {"max_sequences": "x"}])
+def test_a_load_with_what_is_no_number(fake, given):
+    with pytest.raises(RuntimeFault, match=rf"^{next(iter(given))} is .*; it must be a whole number$"): load(fake.write(), **given)
+
+
+def test_a_load_of_what_is_no_path():
+    with pytest.raises(RuntimeFault, match=r"^the artifact's path is None; give a string or a path$"): load(None)
