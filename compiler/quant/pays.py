@@ -19,7 +19,7 @@ SMALLEST = 1 << 20
 """Bytes in bf16 below which a product is not timed: its start and the barrier decide, and no format changes those."""
 
 NOISE = 1.05
-"""Times the wide kernel's time from which a format is slower: the best of seven rounds repeats to 3 % or so."""
+"""Times the wide kernel's time from which a format is slower: the best of seven rounds repeats to 3 % or so on a quiet machine."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,9 @@
 """A format that makes a decode step slower is refused with its figures; one that costs only a prompt is used, and said."""
+import importlib
+import itertools
+from collections.abc import Callable
+
+import numpy as np
 import pytest
 import torch
 from infc.compiler import targets
@@ -76,3 +81,24 @@ def test_the_race_times_real_kernels(text: str) -> None:
         assert min(*found[0].quantized_s, *found[0].wide_s) > 0 and "64x96" in found[0].kernel
 
 
+@pytest.mark.parametrize(("later", "slower"), [(0.5, False), (2.0, True)])
+def test_what_would_be_refused_runs_many_rounds_more(monkeypatch: pytest.MonkeyPatch, later: float, slower: bool) -> None:
+    """Seven rounds beside other work, in which codes were slow; then what is so."""
+    race = importlib.import_module("infc.backends.cpu.race")            # the package's name for it is the function's
+
+    class Pool:
+        def __init__(self, *_: object) -> None: ...
+        def close(self) -> None: ...
+        def memory(self, size: int, dtype: type = np.uint16) -> np.ndarray: return np.zeros(size // np.dtype(dtype).itemsize, dtype)
+
+        def steps(self, name: str, tables: object, live: object) -> Callable[[], float]:
+            rounds = itertools.count()
+            return lambda: 1.0 if name.startswith("w") else 3.0 if next(rounds) <= race.ROUNDS else later
+
+    monkeypatch.setattr(race, "TimedPool", Pool)
+    monkeypatch.setattr(race, "build", lambda *_: None)
+    monkeypatch.setattr(race, "last_level_cache", lambda: 1 << 16)
+    scheme = parse("w8")
+    assert isinstance(scheme, Scheme)
+    (outcome,) = race.race([Entry(64, 64, scheme)], "x86-64-v4-bf16", 1)
+    assert (1 in outcome.slower) == slower and outcome.quantized_s[1:] == (3.0, 3.0)
