@@ -10,7 +10,8 @@ from .errors import UserError
 def named_artifact(path: Path) -> Path:
     """NAME -> NAME.infc. UserError where it is no name, or lies inside another artifact."""
     if path.name in ("", ".."): raise UserError(f"{path} is a folder: name the artifact in it, as {path / 'model.infc'}")
-    if (path.absolute().parent / "manifest.json").is_file():
+    inside = path.absolute().parent
+    if inside.suffix == ".infc" and (inside / "manifest.json").is_file():
         raise UserError(f"{path} would lie inside the artifact {path.parent}: name a place beside it")
     return path if path.suffix == ".infc" else path.with_name(path.name + ".infc")
 

@@ -2,14 +2,12 @@
 
 In a run each cache has its own range, in it each head, in it sixteen blocks one behind the other. What attention reads of a head is then
 one stream, and the first tokens of a sequence make few 2 MiB pages real: a run of SmolLM2 is 12 MB, where a range a layer would make
-120 MB real. Attention of SmolLM2 in bf16, us a layer, 2 threads of Zen 4, against blocks of all heads in ranges a layer in 4 KiB pages;
-pure reads went at 34 GB/s, then at 60:
+120 MB real. Attention of SmolLM2 in bf16, us a layer, 2 threads of Zen 4, caches cold, pure reads at 38 GB/s; blocks: of all heads, in
+ranges a layer, in 4 KiB pages:
 
     sequences x context    1 x 128    8 x 128    8 x 448    1 x 2000
-    blocks, 34 GB/s        7.0        49         124        62
-    runs                   6.0        43.5       108        54
-    blocks, 60 GB/s        7.4        47         111        66
-    runs                   6.6        36         84         46
+    blocks                 5.5        44.6       116        59
+    runs                   5.9        38.3       97         51
 """
 from collections.abc import Iterator, Sequence
 

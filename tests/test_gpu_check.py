@@ -206,6 +206,15 @@ def test_strain_takes_the_reference_as_it_is() -> None:
     assert strain((ROW + 0.5).bfloat16(), (ROW + 0.25).bfloat16(), ROW, times=2, more=torch.tensor([5.0])) == 0.5 / (0.5 + 2.0**-4)
 
 
+def test_strain_of_other_orders_stays_small() -> None:
+    """A long sum may have another row's error, and no more than 32 ulps of its own: what is wrong in one row is told."""
+    exact = torch.tensor([[1.0, 1e-3], [1.0, 2.0]], dtype=torch.float64)
+    plain = (exact + torch.tensor([[1e-3], [0.0]])).float()                 # a row of which little is left, and one without an error
+    for off, right in ((2.0**-20, True), (2.0**-15, False)):
+        assert (strain((exact + torch.tensor([[0.0], [off]])).float(), plain, exact, times=2) <= 1) == right
+    assert strain((exact + torch.tensor([[0.0], [2.0**-20]])).float(), plain, exact, times=1) > 1
+
+
 @pytest.mark.slow
 def test_dry_run(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="needs the extra `gpu`")

@@ -4,9 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import infc
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from infc.backends import reference
+from infc.backends.cpu.caches import Caches
 from infc.compiler import driver
 from infc.runtime.batch import Work
 from infc.runtime.kv_runs import RUN, KvRuns
@@ -53,3 +56,29 @@ def test_a_sequence_in_other_runs_answers_the_same(tmp_path: Path, kv: str) -> N
         for name, sequence in (("low", low), ("across", across)): found[name] += logits(loaded, sequence, [9])
         assert across.blocks[0] < RUN <= across.blocks[-1], "it lies in two runs"
     assert found == expected and len(set(expected["across"])) > 10
+
+
+@pytest.mark.parametrize("kv", ["none", "int8"])
+def test_reference_operators_read_the_caches_that_kernels_wrote(tmp_path: Path, kv: str) -> None:
+    """Every other unit on reference operators, over caches in two runs: what a kernel wrote an operator reads, and the other way round."""
+    bounds = driver.Bounds()
+    options = driver.Options(dtype="fp32", kv_quant=kv, buckets=(1, 16), max_sequences=4, reuse=False, unverified=kv != "none")
+
+    def keep(_: Path, found: driver.Bounds) -> dict[str, object]:
+        bounds.update(found)
+        return {"replayed": False}
+
+    hooks = driver.Hooks(lambda graph: driver._run_passes(graph, options, lambda event: None), keep)
+    artifact = driver.compile("tiny", tmp_path / "a", options=options, hooks=hooks).artifact
+    answers = []
+    for odd in (None, 0, 1):                             # kernels alone; then every second unit, and the others
+        with infc.load(artifact, threads=2, kv_tokens=3 * RUN * BLOCK) as loaded, loaded.sequence() as low, loaded.sequence() as across:
+            if odd is not None:
+                loaded.cache.clear()
+                reference.install(loaded.executor, bounds, lambda unit, odd=odd: unit % 2 == odd, Caches(loaded.executor))
+            logits(loaded, low, [5] * (RUN - 1) * BLOCK)
+            logits(loaded, across, [(7 * i) % 90 + 1 for i in range(2 * BLOCK + 5)])
+            assert across.blocks[0] < RUN <= across.blocks[-1], "it lies in two runs"
+            answers.append(np.array(loaded.executor.logits(1)))
+    kernels, *mixed = answers
+    for found in mixed: assert np.abs(found - kernels).max() <= (1e-3 if kv == "none" else 0.05) * np.abs(kernels).max()

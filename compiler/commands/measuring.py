@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from .arguments import Artifact, Json, Quiet, Threads, counts, existing, given_counts
-from .output import as_text, print_json
+from .output import give
 
 
 def measure(
@@ -38,12 +38,7 @@ def measure(
     note = None if quiet else lambda text: print(f"  {text}", file=sys.stderr)
     free = [name for name, asked in given.items() if asked is None]
     report = core.measure(existing(artifact), work, threads=threads, note=note, may_drop=free)
-    if output:
-        files.write_whole(output, as_text(report) + "\n")
-    if as_json:
-        print_json(report)
-    elif not quiet:
-        console.measured(report)
+    give(report, console.measured, as_json=as_json, quiet=quiet, output=output)
 
 
 def compare(
@@ -56,10 +51,7 @@ def compare(
     from .. import console
 
     report = comparison.compare(comparison.load(before), comparison.load(after))
-    if as_json:
-        print_json(report)
-    else:
-        console.compared(report)
+    give(report, console.compared, as_json=as_json)
 
 
 def measure_quality(
@@ -85,12 +77,7 @@ def measure_quality(
     if output: files.refuse_existing(output, force)
     note = (lambda text: None) if quiet else lambda text: print(f"  {text}", file=sys.stderr)
     report = command.measure(existing(artifact), data=data, against=against, windows=windows, threads=threads, note=note)
-    if output:
-        files.write_whole(output, as_text(report) + "\n")
-    if as_json:
-        print_json(report)
-    elif not quiet:
-        console.quality(report)
+    give(report, console.quality, as_json=as_json, quiet=quiet, output=output)
 
 
 def compare_quality(
@@ -103,7 +90,4 @@ def compare_quality(
     from ..quality import command
 
     report = command.compare(command.load_report(before), command.load_report(after))
-    if as_json:
-        print_json(report)
-    else:
-        console.quality_compared(report)
+    give(report, console.quality_compared, as_json=as_json)

@@ -1,4 +1,6 @@
-"""Results as JSON on stdout."""
+"""Results as JSON on stdout or for people, and in a file."""
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -18,3 +20,12 @@ def as_text(value: Any) -> str:
 
 def print_json(value: Any) -> None:
     print(as_text(value))
+
+
+def give(report: Any, show: Callable[[Any], None], *, as_json: bool, quiet: bool = False, output: Path | None = None) -> None:
+    """A report where it was asked for: in a file, as JSON, or as `show` shows it to people."""
+    from .. import files
+
+    if output: files.write_whole(output, as_text(report) + "\n")
+    if as_json: print_json(report)
+    elif not quiet: show(report)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from infc.compiler import driver
 from infc.compiler.errors import UserError
+from infc.compiler.files import named_artifact
 from infc.compiler.options import Options
 from tiny_artifact import infc
 
@@ -53,6 +54,11 @@ def test_an_artifact_has_a_name_of_its_own(tmp_path: Path, monkeypatch: pytest.M
     done = infc("compile", "tiny", "-o", place, "--quiet")
     assert done.returncode == 2 and line in done.stderr and done.stderr.count("\n") == 1
     assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")) == ["whole.infc", "whole.infc/manifest.json"]
+
+
+def test_a_manifest_of_another_kind_makes_no_artifact_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    assert named_artifact(tmp_path / "model") == tmp_path / "model.infc"
 
 
 @pytest.mark.parametrize(("name", "value"), [("quant", None), ("kv_quant", None), ("dtype", 16), ("target", Path("cpu"))])
