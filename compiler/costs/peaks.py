@@ -23,8 +23,8 @@ class Peaks:
     isa: str
     threads: int
     read_gb_s: float               # a pure read of memory larger than every cache, in 2 MiB pages
-    kv_read_gb_s: dict[str, float]     # what each further KV block costs the attention kernel's decode, scattered over 4 KiB pages in
-                                       # memory; by dtype of the cache, codes with their scales
+    kv_read_gb_s: dict[str, float]     # what each further KV block costs the attention kernel's decode, a few of them side by side, the
+                                       # rest scattered in memory; by dtype of the cache, codes with their scales
     cache_gb_s: float              # a row kernel (RMSNorm), reads and writes together, on what a stream of weights leaves of rows in caches
     thread_cache_gb_s: float       # the same of one row, which stays near, and so one thread
     weight_cache_gb_s: float       # a one-row product whose weights lie in the caches
