@@ -49,20 +49,27 @@ struct End {
     }
 };
 
+// What a tile fetches into L2 while it works: `line` bytes from `at` on for each 128 bytes of weights that it reads.
+struct Ahead {
+    const char* at;
+    int64_t line;
+    INFC_INLINE int64_t share(int64_t n) const { return (n * line + 127) / 128; }
+};
+
 // R rows x one panel -> out[R][32]
 template <class T, int R>
-__attribute__((noinline)) void panel_product(const typename Dot<T>::Lhs* x, const char* w, int64_t k, int64_t ahead, const End& end,
+__attribute__((noinline)) void panel_product(const typename Dot<T>::Lhs* x, const char* w, int64_t k, Ahead ahead, const End& end,
                                              float* out) {
     constexpr int V = Shape<T>::VECS, STEPS = int(Lhs<T>::CHUNK_K) / Dot<T>::K;
     for (int half = 0; half < 2 / V; half++) {
-        const char* at = w + half * 64;
+        const char *at = w + half * 64, *next = ahead.at + half * 64;
         const auto* a = x;
         for (int64_t left = Lhs<T>::steps(k), first = 1; left > 0; first = 0) {
             const int64_t steps = left < STEPS ? left : STEPS;
             Tile<T, R, V, Lhs<T>::LDA> tile;
             tile.zero();
             if (left <= 2 * STEPS && (first || left > STEPS)) end.template fetch_rows<R>();
-            tile.steps(a, at, 128, steps, at + ahead);
+            tile.steps(a, at, 128, steps, next, ahead.line);
 #pragma GCC unroll 16
             for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
@@ -70,7 +77,7 @@ __attribute__((noinline)) void panel_product(const typename Dot<T>::Lhs* x, cons
                     float* sum = out + r * COLS + (half + v) * 16;
                     store16(sum, first ? tile.total(r, v) : load16(sum) + tile.total(r, v));
                 }
-            at += steps * 128, a += R * Lhs<T>::LDA, left -= steps;
+            at += steps * 128, next += steps * ahead.line, a += R * Lhs<T>::LDA, left -= steps;
         }
     }
 }
@@ -97,12 +104,12 @@ template <class T> struct Wide {
         return rows == 1 && sizeof(typename Panel<T>::type) == sizeof(T) && k % Dot<T>::K == 0;
     }
     static void pack(void* to, const T* x, int64_t height, int64_t k) { pack_rows<T>(static_cast<L*>(to), x, height, k); }
-    template <int R> static void panel(const void* x, const char* w, int64_t k, int64_t ahead, const End& end, float* out) {
+    template <int R> static void panel(const void* x, const char* w, int64_t k, Ahead ahead, const End& end, float* out) {
         panel_product<T, R>(static_cast<const L*>(x), w, k, ahead, end, out);
     }
 };
 
-using PanelProduct = void (*)(const void*, const char*, int64_t, int64_t, const End&, float*);
+using PanelProduct = void (*)(const void*, const char*, int64_t, Ahead, const End&, float*);
 template <class F, size_t... R> inline PanelProduct pick(int64_t rows, std::index_sequence<R...>) {
     static constexpr PanelProduct table[] = {&F::template panel<int(R) + 1>...};
     return table[rows - 1];
@@ -128,7 +135,6 @@ INFC_INLINE void product(const infc_run* r, int64_t rows, const typename F::X* x
         int64_t n = (mine_rows.end - begin + chunks - 1) / chunks, tiles = (n + MAX - 1) / MAX;
         const bool in_place = F::in_place(n, k);
         const char* lhs = in_place ? reinterpret_cast<const char*>(x + begin * k) : packed;
-        const int64_t ahead = tiles == 1 ? r->ahead : panel_bytes;
         for (int64_t p = mine.begin; p < mine.end; p++)
             for (int64_t t = 0; t < tiles; t++) {
                 const Span s = share(n, t, tiles);
@@ -140,7 +146,11 @@ INFC_INLINE void product(const infc_run* r, int64_t rows, const typename F::X* x
                         fetch<2>(from + height * k, (share(n, t + 1, tiles).end - s.end) * k);
                 }
                 const End end = tiles == 1 ? End{} : touches(begin + s.begin, p);
-                pick<F>(height, std::make_index_sequence<MAX>())(lhs + s.begin * row_bytes, w + p * panel_bytes, k, ahead, end, out);
+                // several tiles meet a panel: each fetches its part of the next one
+                const char* at = w + p * panel_bytes;
+                const Ahead ahead = tiles == 1 ? Ahead{at + r->ahead, 128}
+                                               : Ahead{at + panel_bytes + t * panel_bytes / tiles, (127 + tiles) / tiles};
+                pick<F>(height, std::make_index_sequence<MAX>())(lhs + s.begin * row_bytes, at, k, ahead, end, out);
                 emit(begin + s.begin, height, p, out);
             }
         begin += n;

@@ -24,6 +24,29 @@ struct Blocks {
     }
 };
 
+// Lines that a token of one head will write, fetched to be written: K's words of four bytes lie 128 bytes apart, so that each store is
+// a miss of its own, and stores wait for each other. SmolLM2 on Zen 4, 1 and 8 tokens, cold: 2.4 -> 1.6 and 7.3 -> 5.6 us a layer.
+// bytes: of the token; dims: its values.
+INFC_INLINE void fetch_to_write(const char* p) {
+#if defined(__x86_64__)
+    asm volatile("prefetchw %0" ::"m"(*p));              // without -mprfchw the builtin fetches to read
+#else
+    __builtin_prefetch(p, 1);
+#endif
+}
+constexpr int64_t WORD = 4;                              // bytes that lie together in K: one fp32, two bf16, four codes
+INFC_INLINE void fetch_k(const void* cache, const Blocks& blocks, int64_t slot, int64_t head, int64_t bytes) {
+    if (slot < 0) return;
+    const char* at = static_cast<const char*>(blocks.at(cache, slot / PAGE, head, PAGE * bytes)) + slot % PAGE * WORD;
+    for (int64_t i = 0; i < bytes / WORD; i++) fetch_to_write(at + i * PAGE * WORD);
+}
+INFC_INLINE void fetch_v(const void* cache, const Blocks& blocks, int64_t slot, int64_t head, int64_t bytes, int64_t dims) {
+    if (slot < 0) return;
+    const int64_t together = WORD * dims / bytes;        // tokens
+    const char* at = static_cast<const char*>(blocks.at(cache, slot / PAGE, head, PAGE * bytes)) + slot % PAGE / together * dims * WORD;
+    for (int64_t i = 0; i < dims * WORD; i += 64) fetch_to_write(at + i);
+}
+
 // One token's K or V of one head, already in the cache's type, into its slot; slot -1 is padding and goes nowhere. Two
 // threads may hold the two tokens of one V pair, so a pair is never read and written back.
 template <class C> INFC_INLINE void write_k(C* cache, const Blocks& blocks, int64_t slot, int64_t head, int64_t dims, const C* x) {

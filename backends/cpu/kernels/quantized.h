@@ -44,7 +44,7 @@ template <class XT, int BITS, int GROUP, bool OFFSET, int ACT_BITS, int ACT_GROU
     static int64_t row_bytes(int64_t k) { return W::blocks(k) * int64_t(sizeof(Row)); }
     static bool in_place(int64_t, int64_t) { return false; }
     static void pack(void* to, const X* x, int64_t height, int64_t k);
-    template <int R> static __attribute__((noinline)) void panel(const void* x, const char* w, int64_t k, int64_t ahead, const End& end,
+    template <int R> static __attribute__((noinline)) void panel(const void* x, const char* w, int64_t k, Ahead ahead, const End& end,
                                                                  float* out);
 };
 
@@ -94,10 +94,10 @@ void Coded<X, B, G, O, AB, AG>::pack(void* to, const X* x, int64_t height, int64
 }
 
 // ---- R rows x one panel -> out[R][32] ------------------------------------------------------------------------------------
-// Sums of a block's integers, R rows x V vectors of columns, from the rows' starts. Each line of weights is fetched `ahead`.
+// Sums of a block's integers, R rows x V vectors of columns, from the rows' starts. A line is fetched at `next` for each that is read.
 // Few rows leave too few sums to hide the latency of the products (4 cycles on Zen 4), so they take U chains each.
 template <class F, int R, int V>
-INFC_INLINE void block_sums(const typename F::Row* row, const char* w, int64_t ahead, i32x16 (&total)[R][V]) {
+INFC_INLINE void block_sums(const typename F::Row* row, const char* w, const char* next, int64_t stride, i32x16 (&total)[R][V]) {
     using Dots = typename F::Dots;
     constexpr int BITS = F::W::WIDTH, PARTS = 8 / BITS, SUMS = Dots::SUMS, U = NATIVE == 16 && R * SUMS <= 2 ? 2 : 1;
     i32x16 sum[U][R][V][SUMS];
@@ -113,7 +113,7 @@ INFC_INLINE void block_sums(const typename F::Row* row, const char* w, int64_t a
 #pragma GCC unroll 2
         for (int v = 0; v < V; v++) {
             bytes[v] = load<u32x16>(w + line * 128 + v * 64);
-            __builtin_prefetch(w + ahead + line * 128 + v * 64, 0, 2);
+            __builtin_prefetch(next + line * stride + v * 64, 0, 2);
         }
 #pragma GCC unroll 2
         for (int part = 0; part < PARTS; part++) {
@@ -136,15 +136,15 @@ INFC_INLINE void block_sums(const typename F::Row* row, const char* w, int64_t a
 }
 
 template <class X, int B, int G, bool O, int AB, int AG> template <int R>
-void Coded<X, B, G, O, AB, AG>::panel(const void* x, const char* weights, int64_t k, int64_t ahead, const End& end, float* out) {
+void Coded<X, B, G, O, AB, AG>::panel(const void* x, const char* weights, int64_t k, Ahead ahead, const End& end, float* out) {
     constexpr int V = VECS;
     for (int half = 0; half < 2; half += V) {
         const auto* row = static_cast<const Row*>(x);                  // a row's scale for all k is taken in at the end
-        const char* w = weights;
+        const char *w = weights, *next = ahead.at;
         f32x16 total[R][V], scale[V], offset[V];
 #pragma GCC unroll 16
         for (int i = 0; i < R * V; i++) total[i / V][i % V] = splat(0.0f);
-        for (int64_t left = W::blocks(k), in_group = 0; left > 0; left--, in_group--, row += R, w += W::CODES) {
+        for (int64_t left = W::blocks(k), in_group = 0; left > 0; left--, in_group--, row += R, w += W::CODES, next += W::CODES / 128 * ahead.line) {
             if (in_group == 0) {
                 in_group = W::IN_GROUP;
 #pragma GCC unroll 2
@@ -152,12 +152,12 @@ void Coded<X, B, G, O, AB, AG>::panel(const void* x, const char* weights, int64_
                     scale[v] = W::scale(w, half + v);
                     if (O) offset[v] = W::offset(w, half + v, scale[v]);
                 }
-                fetch<2>(w + ahead, W::HEAD);
-                w += W::HEAD;
+                fetch<2>(next, W::HEAD);
+                w += W::HEAD, next += ahead.share(W::HEAD);
             }
             if (left == 4) end.template fetch_rows<R>();
             i32x16 sum[R][V];
-            block_sums<Coded, R, V>(row, w + half * 64, ahead, sum);
+            block_sums<Coded, R, V>(row, w + half * 64, next + half * 64, ahead.line, sum);
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++)
 #pragma GCC unroll 2

@@ -32,6 +32,19 @@ template <bool INTERLEAVED> INFC_INLINE void rotate(float* x, const float* cos, 
     }
 }
 
+constexpr int64_t FEW_TOKENS = 32;                       // more write the same lines again and again
+
+// what `mine` of tokens x (q, k and v heads) will write of the caches
+INFC_INLINE void fetch_slots(Span mine, int64_t tokens, int64_t q_heads, const Blocks& blocks, const void* k_cache, const void* v_cache,
+                             const void* slots, int64_t bytes, int64_t dims) {
+    const int64_t heads = q_heads + 2 * blocks.heads;
+    for (int64_t u = tokens <= FEW_TOKENS ? mine.begin : mine.end; u < mine.end; u++) {
+        const int64_t slot = static_cast<const int32_t*>(slots)[u / heads], h = u % heads - q_heads;
+        if (h >= blocks.heads) fetch_v(v_cache, blocks, slot, h - blocks.heads, bytes, dims);
+        else if (h >= 0) fetch_k(k_cache, blocks, slot, h, bytes);
+    }
+}
+
 // qkv [tokens, (q_heads + 2 kv_heads) * dims] -> q [tokens, q_heads, dims], k and v into the cache
 template <class X, class Y, class C, bool INTERLEAVED>
 void rope_kv_write(const infc_run* r, int64_t tokens, int64_t q_heads, int64_t kv_heads, int64_t dims, int64_t half, const void* qkv,
@@ -41,6 +54,7 @@ void rope_kv_write(const infc_run* r, int64_t tokens, int64_t q_heads, int64_t k
     alignas(64) float row[MAX_HEAD];
     alignas(64) C cached[MAX_HEAD];
     const Blocks blocks{kv_heads, r->kv_run};
+    fetch_slots(mine, tokens, q_heads, blocks, k_cache, v_cache, slots, dims * int64_t(sizeof(C)), dims);
     for (int64_t u = mine.begin; u < mine.end; u++) {
         int64_t t = u / heads, h = u % heads, slot = static_cast<const int32_t*>(slots)[t];
         load_row(row, static_cast<const X*>(qkv) + u * dims, dims);
@@ -85,6 +99,7 @@ void rope_kv_write_codes(const infc_run* r, int64_t tokens, int64_t q_heads, int
     alignas(64) float row[MAX_HEAD];
     alignas(64) int8_t codes[MAX_HEAD];
     const Blocks blocks{kv_heads, r->kv_run};
+    fetch_slots(mine, tokens, q_heads, blocks, k_cache, v_cache, slots, dims, dims);
     for (int64_t u = mine.begin; u < mine.end; u++) {
         int64_t t = u / heads, h = u % heads, slot = static_cast<const int32_t*>(slots)[t];
         load_row(row, static_cast<const X*>(qkv) + u * dims, dims);

@@ -66,7 +66,7 @@ template <class T> struct Shape {
 };
 
 // R rows x V vectors of sums in registers. steps() adds a[r, step] * w[step, v]. LDA: elements between rows of the panel;
-// w_stride: bytes between steps. Each weight load is paired with a prefetch at the same place of `next`. Few rows leave too
+// w_stride: bytes between steps. Each weight load is paired with a prefetch at `next`, n_stride a step. Few rows leave too
 // few independent sums to hide the latency of the product (6 cycles on Zen 4), so they take U steps at once.
 template <class T, int R, int V, int LDA> struct Tile {
     using L = typename Dot<T>::Lhs;
@@ -88,15 +88,16 @@ template <class T, int R, int V, int LDA> struct Tile {
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) Dot<T>::template row<V>(sum[u][r], rhs, a + r * LDA);
     }
-    INFC_INLINE void steps(const L* a, const char* w, int64_t w_stride, int64_t n, const char* next) {
+    INFC_INLINE void steps(const L* a, const char* w, int64_t w_stride, int64_t n, const char* next) { steps(a, w, w_stride, n, next, w_stride); }
+    INFC_INLINE void steps(const L* a, const char* w, int64_t w_stride, int64_t n, const char* next, int64_t n_stride) {
         int64_t s = 0;
 #pragma GCC unroll 2
-        for (; s + U <= n; s += U, a += U * Dot<T>::A, w += U * w_stride, next += U * w_stride) {
+        for (; s + U <= n; s += U, a += U * Dot<T>::A, w += U * w_stride, next += U * n_stride) {
 #pragma GCC unroll 4
-            for (int u = 0; u < U; u++) step(u, a + u * Dot<T>::A, w + u * w_stride, next + u * w_stride);
+            for (int u = 0; u < U; u++) step(u, a + u * Dot<T>::A, w + u * w_stride, next + u * n_stride);
         }
 #pragma GCC unroll 1
-        for (; U > 1 && s < n; s++, a += Dot<T>::A, w += w_stride, next += w_stride) step(0, a, w, next);
+        for (; U > 1 && s < n; s++, a += Dot<T>::A, w += w_stride, next += n_stride) step(0, a, w, next);
     }
     INFC_INLINE f32x16 total(int r, int v) const {
         f32x16 t = sum[0][r][v];
