@@ -167,11 +167,12 @@ def _check_kv(options: Options) -> None:
 
 def pass_options(options: Options) -> dict[str, Any]:
     """What passes may read of a compile's options. wide_rows: rows that are to be rounded to 16 bits stay as they are. norm_codes: norms
-    write the codes that products read."""
+    write the codes that products read. bf16_rows: with so many rows, products of codes become products of bf16."""
     target = targets.find(options.target)
     options = settled(options, target)
     return {"dtype": options.dtype, "max_sequences": options.max_sequences, "quantization": plan_of(options),
-            "kv": parse_kv(options.kv_quant), "wide_rows": target.kind == "cuda", "norm_codes": target.kind == "cuda"}
+            "kv": parse_kv(options.kv_quant), "wide_rows": target.kind == "cuda", "norm_codes": target.kind == "cuda",
+            "bf16_rows": target.bf16_rows}
 
 
 def plan_of(options: Options) -> Plan | None:

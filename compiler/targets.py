@@ -52,6 +52,12 @@ class Target:
     gpu: Gpu | None = None
 
     @property
+    def bf16_rows(self) -> int:
+        """Rows from which a bf16 program's products of 16-bit activations become products of bf16; 0: never. Measured in
+        backends/cpu/kernels/quantized_bf16.h."""
+        return 192 if "avx512_bf16" in self.flags else 0
+
+    @property
     def e4m3(self) -> bool:
         """Do products here read e4m3?"""
         return self.gpu is not None and self.gpu.fp8_tflops is not None

@@ -1,4 +1,6 @@
 """The rows of the table of claims for weights held as codes: products, and lookups in the same packed weight."""
+import math
+
 import torch
 from torch import fx
 
@@ -28,8 +30,8 @@ def _refuse_product(a: Named) -> str | None:
     if not a["act_bits"]: return "the kernel multiplies codes, and act_bits 0 leaves x as it is: w8, w4 or a8 have a kernel"
     if a["act_bits"] not in ROW_LIMIT or a["act_group"] not in ACT_GROUPS:
         return f"x in codes of {a['act_bits']} bits in groups of {a['act_group']}: the kernel knows 8 and 16, groups of 32 and whole rows"
-    k = value(a["x"]).shape[-1]
-    return f"K = {k} > {MAX_K}: rows of x do not fit the scratch" if k > MAX_K else None
+    k, most = value(a["x"]).shape[-1], MAX_K // 2 if a["bf16_rows"] else MAX_K          # half: a panel in bf16 lies beside the rows
+    return f"K = {k} > {most}: rows of x do not fit the scratch" if k > most else None
 
 
 def _refuse_linear(node: fx.Node, a: Named) -> str | None:
@@ -56,6 +58,21 @@ def _name(a: Named, op: str, k: int, n: int) -> str:
     return f"{op}_{_layout(a).name.replace('_n32', '')}_a{a['act_bits']}{per_row}_{short(a['x'])}_{k}x{n}"
 
 
+def _bf16_rows(a: Named, context: Context) -> int:
+    """Live rows from which the product is one of bf16; 0 where this bucket never has so many."""
+    most = math.prod(context.maximum(size) for size in value(a["x"]).shape[:-1])
+    return a["bf16_rows"] if a["bf16_rows"] and most >= a["bf16_rows"] else 0
+
+
+def _body(a: Named, context: Context, function: str, types: str, rest: str) -> tuple[str, str]:
+    """The call, and what it adds to the kernel's name: products of few rows and of many are two formats in one kernel."""
+    x, rows, many = ctypes_of(a["x"]), context.rows(a["x"]), _bf16_rows(a, context)
+    call = f"infc::{function}<{_format(a, x)}, {types}>(r, {rows}, {rest});"
+    if not many: return call, ""
+    wide = f"infc::CodedBf16<{x}, {a['bits']}, {a['group']}, {str(a['offset'] is not None).lower()}>"
+    return f"if ({rows} < {many}) {call}\nelse infc::{function}<{wide}, {types}>(r, {rows}, {rest});", f"_bf16_from_{many}"
+
+
 def _lower_linear(node: fx.Node, a: Named, context: Context) -> Launch:
     x, n, k = a["x"], value(a["codes"]).shape[0], value(a["x"]).shape[-1]
     args: list[Arg] = [x, _weight(a)]
@@ -66,16 +83,15 @@ def _lower_linear(node: fx.Node, a: Named, context: Context) -> Launch:
         pointers.append("nullptr" if extra is None else f"b[{len(args) - 1}]")
         types.append("float" if extra is None else ctypes_of(extra))
     suffix = "".join(f"_{kind}" for kind in ("bias", "residual") if a[kind] is not None)
-    body = (f"infc::linear_of<{', '.join((_format(a, ctypes_of(x)), *types))}>(r, {context.rows(x)}, {k}, {n}, {', '.join(pointers)}, "
-            f"b[{len(args)}]);")
-    return Launch(_name(a, "linear", k, n) + suffix, body, (*args, Out(0)), ("quantized.h",))
+    body, many = _body(a, context, "linear_of", ", ".join(types), f"{k}, {n}, {', '.join(pointers)}, b[{len(args)}]")
+    return Launch(_name(a, "linear", k, n) + suffix + many, body, (*args, Out(0)), ("quantized.h", "quantized_bf16.h"))
 
 
 def _lower_linear_swiglu(node: fx.Node, a: Named, context: Context) -> Launch:
     x, f, k = a["x"], value(a["codes"]).shape[0] // 2, value(a["x"]).shape[-1]
-    body = (f"infc::linear_swiglu_of<{_format(a, ctypes_of(x))}, {ctypes_of(node)}, {ACT[a['act']]}>(r, {context.rows(x)}, {k}, {f}, "
-            "b[0], b[1], b[2]);")
-    return Launch(_name(a, "linear_swiglu", k, f), body, (x, _weight(a, swiglu=True), Out(0)), ("quantized.h", "swiglu.h"))
+    body, many = _body(a, context, "linear_swiglu_of", f"{ctypes_of(node)}, {ACT[a['act']]}", f"{k}, {f}, b[0], b[1], b[2]")
+    return Launch(_name(a, "linear_swiglu", k, f) + many, body, (x, _weight(a, swiglu=True), Out(0)),
+                  ("quantized.h", "quantized_bf16.h", "swiglu.h"))
 
 
 def _refuse_embedding(node: fx.Node, a: Named) -> str | None:

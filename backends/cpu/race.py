@@ -35,15 +35,16 @@ class _Context(Context):
         return "r->dims[0]" if size == LIVE else int(size)   # type: ignore[call-overload]
 
 
-def race(entries: Sequence[Entry], isa: str, threads: int, wide: torch.dtype = torch.bfloat16) -> list[Outcome]:
+def race(entries: Sequence[Entry], isa: str, threads: int, wide: torch.dtype = torch.bfloat16, bf16_rows: int = 0) -> list[Outcome]:
     """Compile both kernels of each entry for this machine and time them; an entry that no kernel takes is left out.
 
-    wide: the dtype of what is replaced. Raises UserError without a compiler.
+    wide: the dtype of what is replaced. bf16_rows: as narrow_dtype gives it to products of 16-bit activations. Raises UserError without
+    a compiler.
     """
     context = _Context(isa, {"T": max(ROWS)})
     pairs: list[tuple[Entry, Launch, Launch]] = []
     for entry in entries:
-        coded, plain = _coded(entry), _wide(entry, wide)
+        coded, plain = _coded(entry, bf16_rows), _wide(entry, wide)
         if claims.refuse(coded, context) is None and claims.refuse(plain, context) is None:
             pairs.append((entry, claims.lower(coded, context), claims.lower(plain, context)))
     if not pairs: return []
@@ -67,7 +68,7 @@ def _given(graph: fx.Graph, name: str, *shape: int, dtype: torch.dtype) -> fx.No
     return node
 
 
-def _coded(entry: Entry) -> fx.Node:
+def _coded(entry: Entry, bf16_rows: int) -> fx.Node:
     """The call of the quantized product, x in f32 as the step graph gives it."""
     graph, s, n, k = fx.Graph(), entry.scheme, entry.n, entry.k
     x = _given(graph, "x", LIVE, k, dtype=torch.float32)
@@ -75,7 +76,8 @@ def _coded(entry: Entry) -> fx.Node:
     scale = _given(graph, "scale", n, groups(k, s.group), dtype=torch.float16)
     offset = None if s.symmetric else _given(graph, "offset", n, groups(k, s.group), dtype=torch.float16)
     args = (x, codes, scale, offset, None, None, s.bits, s.group, s.act_bits, s.row_group, torch.float32)
-    return _call(graph.call_function(infc.linear_quantized.default, args), n)
+    rows = bf16_rows if s.act_bits == 16 else 0
+    return _call(graph.call_function(infc.linear_quantized.default, args, {"bf16_rows": rows}), n)
 
 
 def _wide(entry: Entry, dtype: torch.dtype) -> fx.Node:

@@ -3,6 +3,7 @@
 Their meaning is that of the wide operator on what the codes mean (compiler.ops.codes). act_bits > 0: the rows of x are
 rounded to codes of so many bits first, act_group columns to a scale (0: one scale a row); act_bits 0 takes x as it is. They become
 e4m3 where the weight is e4m3. With x_scale f32 [..., G], x is such codes already, and the result is fp32 unless out_dtype says otherwise.
+bf16_rows > 0: with so many rows or more, x and the weight are rounded to bf16 instead: a weight that is bf16 once serves all rows.
 """
 import torch
 from torch import Tensor
@@ -14,13 +15,15 @@ from .swiglu import activation
 
 def _product(
     x: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None, bits: int, group: int, act_bits: int, act_group: int,
-    out_dtype: torch.dtype, x_scale: Tensor | None,
+    out_dtype: torch.dtype, x_scale: Tensor | None, bf16_rows: int,
 ) -> Tensor:
     """x wᵀ summed in fp32 (fp64 for fp64) and left there."""
-    wide = compute_dtype(x.dtype if x_scale is None else out_dtype)
+    wide, k = compute_dtype(x.dtype if x_scale is None else out_dtype), x.shape[-1]
     e4m3 = codes.is_floating_point()
+    if bf16_rows and x.numel() >= bf16_rows * k:
+        return x.bfloat16().to(wide) @ weight(codes, scale, offset, bits, group, k, torch.float32).bfloat16().to(wide).T
     rows = rounded_rows(x, act_bits, act_group, e4m3) if x_scale is None else row_values(x, x_scale, act_group, wide)
-    return rows @ weight(codes, scale, offset, bits, group, x.shape[-1], wide).T
+    return rows @ weight(codes, scale, offset, bits, group, k, wide).T
 
 
 def _out(x: Tensor, out_dtype: torch.dtype | None, x_scale: Tensor | None) -> torch.dtype:
@@ -35,6 +38,7 @@ def _read(x: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None, x_scal
 def cost(
     x: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None, bias: Tensor | None, residual: Tensor | None,
     bits: int, group: int, act_bits: int, act_group: int, out_dtype: torch.dtype | None = None, x_scale: Tensor | None = None,
+    bf16_rows: int = 0,
 ) -> Cost:
     written = out_bytes((*x.shape[:-1], codes.shape[0]), _out(x, out_dtype, x_scale))
     read = _read(x, codes, scale, offset, x_scale) + nbytes(bias) + nbytes(residual)
@@ -45,13 +49,14 @@ def cost(
 def linear_quantized(
     x: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None, bias: Tensor | None, residual: Tensor | None,
     bits: int, group: int, act_bits: int, act_group: int, out_dtype: torch.dtype | None = None, x_scale: Tensor | None = None,
+    bf16_rows: int = 0,
 ) -> Tensor:
     """x wᵀ + bias + residual.  x [..., K], codes u8 [N, ceil(K * bits / 8)] or e4m3, scale, offset f16 [N, G] -> [..., N] in out_dtype.
 
     out_dtype is x's by default. Summed in fp32 (fp64 for fp64), rounded once at the end.
     """
     out = _out(x, out_dtype, x_scale)
-    y = _product(x, codes, scale, offset, bits, group, act_bits, act_group, out, x_scale)
+    y = _product(x, codes, scale, offset, bits, group, act_bits, act_group, out, x_scale, bf16_rows)
     if bias is not None: y = y + bias.to(y.dtype)
     if residual is not None: y = y + residual.to(y.dtype)
     return y.to(out).contiguous()
@@ -61,6 +66,7 @@ def linear_quantized(
 def _(
     x: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None, bias: Tensor | None, residual: Tensor | None,
     bits: int, group: int, act_bits: int, act_group: int, out_dtype: torch.dtype | None = None, x_scale: Tensor | None = None,
+    bf16_rows: int = 0,
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], codes.shape[0]), dtype=_out(x, out_dtype, x_scale))
 
@@ -68,6 +74,7 @@ def _(
 def swiglu_cost(
     x: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None, act: str,
     bits: int, group: int, act_bits: int, act_group: int, out_dtype: torch.dtype | None = None, x_scale: Tensor | None = None,
+    bf16_rows: int = 0,
 ) -> Cost:
     rows, width = x.numel() // x.shape[-1], codes.shape[0]
     written = out_bytes((*x.shape[:-1], width // 2), _out(x, out_dtype, x_scale))
@@ -78,10 +85,11 @@ def swiglu_cost(
 def linear_swiglu_quantized(
     x: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None, act: str,
     bits: int, group: int, act_bits: int, act_group: int, out_dtype: torch.dtype | None = None, x_scale: Tensor | None = None,
+    bf16_rows: int = 0,
 ) -> Tensor:
     """act(g) * u with g, u = halves of x wᵀ.  Rows 0..F-1 of the weight are gate, F..2F-1 up -> [..., F] in out_dtype (x.dtype)."""
     out = _out(x, out_dtype, x_scale)
-    gate, up = _product(x, codes, scale, offset, bits, group, act_bits, act_group, out, x_scale).chunk(2, -1)
+    gate, up = _product(x, codes, scale, offset, bits, group, act_bits, act_group, out, x_scale, bf16_rows).chunk(2, -1)
     return (activation(act)(gate) * up).to(out).contiguous()
 
 
@@ -89,6 +97,7 @@ def linear_swiglu_quantized(
 def _(
     x: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None, act: str,
     bits: int, group: int, act_bits: int, act_group: int, out_dtype: torch.dtype | None = None, x_scale: Tensor | None = None,
+    bf16_rows: int = 0,
 ) -> Tensor:
     activation(act)
     return x.new_empty((*x.shape[:-1], codes.shape[0] // 2), dtype=_out(x, out_dtype, x_scale))

@@ -8,7 +8,7 @@ from cpu_kernels import CONTEXT, ISAS, Library, T, call, judge_sums, mean_error,
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from infc.backends.cpu import claims
-from infc.compiler.ops.codes import groups, pack_codes, rounded_rows
+from infc.compiler.ops.codes import groups, pack_codes, rounded_rows, weight
 from infc.compiler.ops.registry import by_name
 from torch import Tensor, fx
 
@@ -148,6 +148,74 @@ def test_linear_swiglu(library: Library, how: tuple, dtype: torch.dtype, act: st
             x = randn(rows, k, dtype=dtype, seed=rows) / 2
             (y,) = library.run(name_of("swiglu", how, k, f, act, dtype), {"x": x, **w}, [rows], threads=1 + i % 3)
             judge_sums(y, *both("linear_swiglu_quantized", x=x, **w, act=act, out_dtype=dtype, **numbers(how)))
+
+
+MANY = 33                              # rows from which the products below are of bf16
+BF16_SHAPES = ((75, 33), (6, 70), (1536, 70))
+
+
+def bf16_x(how: tuple) -> torch.dtype:
+    """Of a format, the dtype of x: each width, group and offset has both."""
+    return (F32, BF16)[FORMATS.index(how) // 2 % 2 ^ how[2]]
+
+
+def bf16_nodes() -> dict[str, fx.Node]:
+    out: dict[str, fx.Node] = {}
+    for how in FORMATS:
+        dtype, more = bf16_x(how), {**numbers((*how, 16, 0)), "bf16_rows": MANY}
+        for k, n in (*BF16_SHAPES, (576, 960)) if how[1] == 32 else BF16_SHAPES[:1]:
+            out[name_of("linear", how, k, n)] = call(OPS.linear_quantized.default, x=meta(T, k, dtype=dtype), bias=None, residual=None,
+                                                     out_dtype=F32, **metas(n, k, how), **more)
+        out[name_of("all", how)] = call(OPS.linear_quantized.default, x=meta(T, 75, dtype=dtype), bias=meta(33, dtype=BF16),
+                                        residual=meta(T, 33), out_dtype=BF16, **metas(33, 75, how), **more)
+        out[name_of("swiglu", how)] = call(OPS.linear_swiglu_quantized.default, x=meta(T, 75, dtype=dtype), act="silu", out_dtype=dtype,
+                                           **metas(42, 75, how), **more)
+    for how, (k, n) in itertools.product(FORMATS, SMALL):
+        out[name_of("small", how, k, n)] = call(OPS.linear_quantized.default, x=meta(T, k), bias=None, residual=None, out_dtype=F32,
+                                                **metas(n, k, how), **numbers((*how, 16, 0)), bf16_rows=1)
+    return out
+
+
+@pytest.fixture(scope="module")
+def bf16_library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Library]:
+    if "x86-64-v4-bf16" not in ISAS: pytest.skip("this CPU does not multiply bf16")
+    made = Library("x86-64-v4-bf16", bf16_nodes(), tmp_path_factory.mktemp("bf16"))
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("how", FORMATS, ids=str)
+def test_products_of_many_rows_are_of_bf16(bf16_library: Library, how: tuple) -> None:
+    dtype, more = bf16_x(how), {**numbers((*how, 16, 0)), "bf16_rows": MANY}
+    for k, n in (*BF16_SHAPES, (576, 960)) if how[1] == 32 else BF16_SHAPES[:1]:
+        w = codes_of(n, k, how)
+        for i, rows in enumerate((1, 17, MANY - 1, MANY, 100, 513)):
+            x = randn(rows, k, dtype=dtype, seed=rows)
+            poisoned = torch.cat((x, torch.full((2, k), torch.nan, dtype=dtype)))
+            (y,) = bf16_library.run(name_of("linear", how, k, n), {"x": poisoned, **w}, [rows], threads=1 + i % 3)
+            plain, exact = both("linear_quantized", x=x, **w, bias=None, residual=None, out_dtype=F32, **more)
+            judge_sums(y, plain, exact)
+            if k >= 576 and rows >= 100: assert mean_error(y, exact) <= mean_error(plain, exact)
+            fine = both("linear_quantized", x=x, **w, bias=None, residual=None, out_dtype=F32, **more | {"bf16_rows": 0})[1]
+            assert torch.equal(exact, fine) == (rows < MANY)
+    w, bias, pair = codes_of(33, 75, how), randn(33, dtype=BF16), codes_of(42, 75, how)
+    for i, rows in enumerate((MANY - 1, MANY, 200)):
+        given_ = {"x": randn(rows, 75, dtype=dtype, seed=rows), **w, "bias": bias, "residual": randn(rows, 33)}
+        (y,) = bf16_library.run(name_of("all", how), given_, [rows], threads=1 + i)
+        judge_sums(y, *both("linear_quantized", **given_, out_dtype=BF16, **more))
+        given_ = {"x": randn(rows, 75, dtype=dtype, seed=rows) / 2, **pair}
+        (y,) = bf16_library.run(name_of("swiglu", how), given_, [rows], threads=1 + i)
+        judge_sums(y, *both("linear_swiglu_quantized", **given_, act="silu", out_dtype=dtype, **more))
+
+
+@pytest.mark.parametrize("how", FORMATS, ids=str)
+def test_the_identity_reads_the_weight_back_as_bf16(bf16_library: Library, how: tuple) -> None:
+    """Every code of every format, any K and N, to the bit: scale * code + offset rounded in fp32, then to bf16."""
+    bits, group, _ = how
+    for k, n in SMALL:
+        w = codes_of(n, k, how)
+        (y,) = bf16_library.run(name_of("small", how, k, n), {"x": torch.eye(k), **w}, [k], threads=2)
+        assert torch.equal(y, weight(w["codes"], w["scale"], w.get("offset"), bits, group, k, F32).bfloat16().float().T)
 
 
 def meant(w: dict[str, Tensor], how: tuple, k: int) -> Tensor:

@@ -191,6 +191,7 @@ def test_a_row_that_is_not_there_is_zeros() -> None:
     ({"bits": 3}, "codes of 3 bits: 4 and 8 are known"),
     ({"group": 48}, "groups of 48: 32, 64, 128, 256 and whole rows"),
     ({"act_bits": 16}, "rows rounded to 16 bits: 8 is known"),
+    ({"bf16_rows": 128}, "rounded to bf16 from some number of rows on"),
     ({"act_bits": 8, "act_group": 64}, "rows in groups of 64, the weight in groups of 32"),
     ({"codes": torch.zeros(3, 200, dtype=torch.int8)}, "codes are torch.int8: u8 and e4m3 are known"),
     ({"codes": torch.zeros(3, 200).to(E4M3), "offset": torch.ones(3, 7).half()}, "e4m3 codes have 8 bits and no offset"),

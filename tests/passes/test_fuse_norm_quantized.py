@@ -61,8 +61,8 @@ def test_what_it_writes():
     CHECK:      [[N:%\w+]]: (i8[T,32], f32[T,1]) = infc.rms_norm_quantized([[X:%\w+]], %{{\w+}}, 1e-05, 32, False, None)
     CHECK-NEXT: [[C:%\w+]]: i8[T,32] = operator.getitem([[N]], 0)
     CHECK-NEXT: [[S:%\w+]]: f32[T,1] = operator.getitem([[N]], 1)
-    CHECK-NEXT: infc.linear_quantized([[C]], %{{\w+}}_codes, %{{\w+}}_scale, None, None, None, 4, 32, 8, 32, f32, [[S]])
-    CHECK:      infc.linear_swiglu_quantized({{.*}}, 'silu', 4, 32, 8, 32, f32, %{{\w+}})
+    CHECK-NEXT: infc.linear_quantized([[C]], %{{\w+}}_codes, %{{\w+}}_scale, None, None, None, 4, 32, 8, 32, f32, [[S]], 0)
+    CHECK:      infc.linear_swiglu_quantized({{.*}}, 'silu', 4, 32, 8, 32, f32, %{{\w+}}, 0)
     CHECK-NOT:  infc.rms_norm(
     """)
 

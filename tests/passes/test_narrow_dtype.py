@@ -5,9 +5,11 @@ from decoders import before, captured, llama
 from golden import filecheck, trace
 from infc.compiler.divergence import divergences
 from infc.compiler.errors import CheckFailed
-from infc.compiler.ir import fake_propagate, target_name, text, verify
+from infc.compiler.ir import argument, fake_propagate, target_name, text, verify
+from infc.compiler.quant.plan import Plan
+from infc.compiler.quant.scheme import parse
 from infc.compiler.rewrite import Report
-from infc.passes import fuse_linear_epilogue, narrow_dtype
+from infc.passes import fuse_linear_epilogue, fuse_quantized_linear, narrow_dtype, quantize_activations, quantize_weights
 from torch import nn
 
 PASS = narrow_dtype.PASS
@@ -44,6 +46,31 @@ def test_narrows_a_step_graph():
     CHECK-NOT:  dtype=bf16)
     """)
     assert PASS.apply(graph) == 0
+
+
+def of_codes(scheme):
+    graph = before(captured(llama()), "smooth_channels")
+    for one in (quantize_weights.PASS, quantize_activations.PASS, fuse_quantized_linear.PASS):
+        one.apply(graph, Report(one.name, options={"quantization": Plan(parse(scheme))}))
+    return graph
+
+
+def bf16_rows_of(graph):
+    return [argument(node, "bf16_rows") for node in graph.nodes if node.target in narrow_dtype.CODED_PRODUCTS]
+
+
+@pytest.mark.parametrize(("scheme", "dtype", "rows"), [
+    ("w8", "bf16", 192), ("w4:asym", "bf16", 192), ("w8a8", "bf16", 0), ("w8", "fp16", 0), ("w8", "fp32", 0)])
+def test_products_of_16_bit_codes_with_many_rows_are_narrow(scheme, dtype, rows):
+    graph, report = of_codes(scheme), Report("narrow_dtype", options={"dtype": dtype, "bf16_rows": 192})
+    assert bool(PASS.apply(graph, report)) == (dtype != "fp32")                   # attentions and caches, at least
+    assert bf16_rows_of(graph) == [rows] * (2 * 4 + 1)
+    verify(graph)
+    fake_propagate(graph)
+    assert PASS.apply(graph, report) == 0
+    narrow = of_codes(scheme)
+    PASS.apply(narrow, Report("narrow_dtype", options={"dtype": dtype}))          # a target without such products
+    assert bf16_rows_of(narrow) == [0] * (2 * 4 + 1)
 
 
 @pytest.mark.parametrize("tied", [True, False])

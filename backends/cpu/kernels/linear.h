@@ -83,7 +83,7 @@ __attribute__((noinline)) void panel_product(const typename Dot<T>::Lhs* x, cons
 }
 
 // rows of x in panels of `height` rows each, [tile][chunk][height][LDA]
-template <class T> void pack_rows(typename Dot<T>::Lhs* to, const T* x, int64_t height, int64_t k) {
+template <class T, class X> void pack_rows(typename Dot<T>::Lhs* to, const X* x, int64_t height, int64_t k) {
     constexpr int64_t CHUNK = Lhs<T>::CHUNK_K;
     for (int64_t at = 0; at < k; at += CHUNK)
         for (int64_t r = 0; r < height; r++, to += Lhs<T>::LDA) {
@@ -99,6 +99,9 @@ template <class T> struct Wide {
     static constexpr int64_t ROWS = Shape<T>::ROWS;                    // of a tile
     static int64_t row_bytes(int64_t k) { return Lhs<T>::row_elements(k) * int64_t(sizeof(L)); }
     static int64_t panel_bytes(int64_t k) { return Lhs<T>::steps(k) * 128; }
+    static int64_t tile_bytes(int64_t k) { return panel_bytes(k); }
+    // what tiles read of a panel: here the panel
+    static INFC_INLINE const char* ready(const char* w, int64_t, char*) { return w; }
     // one row that already lies as a panel would is read where it is
     static bool in_place(int64_t rows, int64_t k) {
         return rows == 1 && sizeof(typename Panel<T>::type) == sizeof(T) && k % Dot<T>::K == 0;
@@ -125,7 +128,7 @@ INFC_INLINE void product(const infc_run* r, int64_t rows, const typename F::X* x
     Span mine_rows = by_rows ? share(rows, r->thread, r->threads) : Span{0, rows};
     Span mine = by_rows ? Span{0, panels} : share(panels, r->thread, r->threads);
     if (mine.begin == mine.end) return;
-    const int64_t row_bytes = F::row_bytes(k), panel_bytes = F::panel_bytes(k);
+    const int64_t row_bytes = F::row_bytes(k), panel_bytes = F::panel_bytes(k), line = 128 * panel_bytes / F::tile_bytes(k);
     const int64_t fit = LHS_BYTES / row_bytes, at_once = fit < MAX ? MAX : fit;
     const char* w = static_cast<const char*>(weights);
     auto* packed = static_cast<char*>(r->scratch);
@@ -135,7 +138,9 @@ INFC_INLINE void product(const infc_run* r, int64_t rows, const typename F::X* x
         int64_t n = (mine_rows.end - begin + chunks - 1) / chunks, tiles = (n + MAX - 1) / MAX;
         const bool in_place = F::in_place(n, k);
         const char* lhs = in_place ? reinterpret_cast<const char*>(x + begin * k) : packed;
-        for (int64_t p = mine.begin; p < mine.end; p++)
+        char* room = packed + (n * row_bytes + 63) / 64 * 64;
+        for (int64_t p = mine.begin; p < mine.end; p++) {
+            const char *stored = w + p * panel_bytes, *panel = F::ready(stored, k, room);
             for (int64_t t = 0; t < tiles; t++) {
                 const Span s = share(n, t, tiles);
                 const int64_t height = s.end - s.begin;
@@ -147,12 +152,12 @@ INFC_INLINE void product(const infc_run* r, int64_t rows, const typename F::X* x
                 }
                 const End end = tiles == 1 ? End{} : touches(begin + s.begin, p);
                 // several tiles meet a panel: each fetches its part of the next one
-                const char* at = w + p * panel_bytes;
-                const Ahead ahead = tiles == 1 ? Ahead{at + r->ahead, 128}
-                                               : Ahead{at + panel_bytes + t * panel_bytes / tiles, (127 + tiles) / tiles};
-                pick<F>(height, std::make_index_sequence<MAX>())(lhs + s.begin * row_bytes, at, k, ahead, end, out);
+                const Ahead ahead = tiles == 1 ? Ahead{stored + r->ahead, 128}
+                                               : Ahead{stored + panel_bytes + t * panel_bytes / tiles, line / tiles + 1};
+                pick<F>(height, std::make_index_sequence<MAX>())(lhs + s.begin * row_bytes, panel, k, ahead, end, out);
                 emit(begin + s.begin, height, p, out);
             }
+        }
         begin += n;
     }
 }

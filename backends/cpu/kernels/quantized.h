@@ -42,7 +42,9 @@ template <class XT, int BITS, int GROUP, bool OFFSET, int ACT_BITS, int ACT_GROU
     static constexpr int64_t ROWS = 2, VECS = 1;
 #endif
     static int64_t row_bytes(int64_t k) { return W::blocks(k) * int64_t(sizeof(Row)); }
+    static int64_t tile_bytes(int64_t k) { return W::panel_bytes(k); }
     static bool in_place(int64_t, int64_t) { return false; }
+    static INFC_INLINE const char* ready(const char* w, int64_t, char*) { return w; }
     static void pack(void* to, const X* x, int64_t height, int64_t k);
     template <int R> static __attribute__((noinline)) void panel(const void* x, const char* w, int64_t k, Ahead ahead, const End& end,
                                                                  float* out);

@@ -35,6 +35,7 @@ MAX_ROW = 32_768
 def refuse(
     x: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None, bias: Tensor | None, residual: Tensor | None,
     bits: int, group: int, act_bits: int, act_group: int, out_dtype: torch.dtype | None = None, x_scale: Tensor | None = None,
+    bf16_rows: int = 0,
 ) -> str | None:
     """None where the kernels take the call, else why not."""
     k = x.shape[-1]
@@ -42,6 +43,7 @@ def refuse(
     if codes.dtype not in (torch.uint8, E4M3): return f"codes are {codes.dtype}: u8 and e4m3 are known"
     if codes.dtype == E4M3 and (bits != 8 or offset is not None): return "e4m3 codes have 8 bits and no offset"
     if 0 < group < k and group not in GROUPS: return f"groups of {group}: {', '.join(map(str, GROUPS))} and whole rows are known"
+    if bf16_rows: return f"rounded to bf16 from some number of rows on ({bf16_rows}): products here are the same for all rows"
     if act_bits not in (0, 8): return f"rows rounded to {act_bits} bits: 8 is known, and rows as they are"
     if act_bits and act_group not in (0, group) and act_group < k: return f"rows in groups of {act_group}, the weight in groups of {group}"
     if act_bits and groups(k, act_group) == 1 and k > MAX_ROW: return f"rows of {k}: up to {MAX_ROW} are rounded with one scale"
@@ -65,10 +67,11 @@ def _refuse_rows(x: Tensor, codes: Tensor, act_bits: int, act_group: int, x_scal
 def refuse_swiglu(
     x: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None, act: str,
     bits: int, group: int, act_bits: int, act_group: int, out_dtype: torch.dtype | None = None, x_scale: Tensor | None = None,
+    bf16_rows: int = 0,
 ) -> str | None:
     """None where the kernels take the call, else why not."""
     if act not in ACTIVATIONS: return f"activation {act!r} is none of {', '.join(ACTIVATIONS)}"
-    return refuse(x, codes, scale, offset, None, None, bits, group, act_bits, act_group, out_dtype, x_scale)
+    return refuse(x, codes, scale, offset, None, None, bits, group, act_bits, act_group, out_dtype, x_scale, bf16_rows)
 
 
 @triton.jit
@@ -303,6 +306,7 @@ def _rounded(emit: Emit, x: Tensor, rows: int, group: int, e4m3: bool) -> tuple[
 def lower(
     emit: Emit, y: Tensor, x: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None, bias: Tensor | None, residual: Tensor | None,
     bits: int, group: int, act_bits: int, act_group: int, out_dtype: torch.dtype | None = None, x_scale: Tensor | None = None,
+    bf16_rows: int = 0,
 ) -> None:
     """x [..., K], codes u8 [N, ceil(K * bits / 8)] or e4m3, scale, offset f16 [N, G] -> y [..., N]."""
     _lower(emit, y, x, codes, scale, offset, bias, residual, "", bits, group, act_bits, act_group, x_scale)
@@ -312,6 +316,7 @@ def lower(
 def lower_swiglu(
     emit: Emit, y: Tensor, x: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None, act: str,
     bits: int, group: int, act_bits: int, act_group: int, out_dtype: torch.dtype | None = None, x_scale: Tensor | None = None,
+    bf16_rows: int = 0,
 ) -> None:
     """x [..., K], codes of [2F, K] (gate rows, then up rows) -> y [..., F]."""
     _lower(emit, y, x, codes, scale, offset, None, None, act, bits, group, act_bits, act_group, x_scale)
