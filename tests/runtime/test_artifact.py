@@ -2,12 +2,14 @@
 import json
 import os
 import random
+import re
 import shutil
 import struct
 import subprocess
 import sys
 import textwrap
 import time
+import zipfile
 from pathlib import Path
 
 import msgspec
@@ -126,6 +128,36 @@ def test_a_linked_folder_is_not_followed(fake):
     (path / "code").symlink_to(fake.folder / "elsewhere")
     with pytest.raises(RuntimeFault, match=r"code/.*links are not followed"):
         use(path)
+
+
+def test_members_of_a_zip_that_lead_outside_are_nobodys(fake):
+    """FIELD R33: a member is read by the name that the manifest gives a file, and never put anywhere."""
+    path, packed = fake.write(), fake.folder / "packed.infc"
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_STORED) as archive:
+        for name in files(path): archive.write(path / name, name)
+        for name in ("../escaped", "/escaped", "programs/../../escaped"): archive.writestr(name, b"escaped")
+    before = sorted(fake.folder.parent.rglob("*"))
+    use(packed)
+    verify_files(packed)
+    assert sorted(fake.folder.parent.rglob("*")) == before
+    with zipfile.ZipFile(packed, "a", zipfile.ZIP_STORED) as archive, pytest.warns(UserWarning, match="Duplicate name"):
+        archive.writestr(files(path)[-1], b"a second one of that name")
+    with pytest.raises(RuntimeFault, match=re.escape(files(path)[-1])): use(packed)
+
+
+def test_a_hard_link_is_the_file_it_says_or_nothing(fake):
+    """FIELD R33: what a file holds is hashed, whoever else holds it too."""
+    path = fake.write()
+    (fake.folder / "secret").write_bytes(b"secret")
+    for name in files(path):
+        good = (path / name).read_bytes()
+        (path / name).unlink()
+        (path / name).hardlink_to(fake.folder / "secret")
+        with pytest.raises(RuntimeFault, match=re.escape(name)): use(path)
+        (path / name).unlink()
+        (path / name).write_bytes(good)
+    use(path)
+    assert (fake.folder / "secret").read_bytes() == b"secret"
 
 
 def test_a_pickle_in_its_place_does_not_run(fake):
