@@ -23,7 +23,7 @@ from . import kept
 from .contracts import run_fp64, run_plain, run_rounded
 from .divergence import LARGEST, NARROW, narrow
 from .errors import CheckFailed
-from .ir import Graph
+from .ir import Graph, argument
 from .ops import BLOCK, infc
 from .step_batch import Pool, step_inputs
 
@@ -34,7 +34,8 @@ SHORT = (1, 9, 37, 140)
 """Lengths besides the one that reaches the largest bucket: one token, less and more than one block of the KV pool, and more than
 the four blocks that the CPU kernel takes at once, so that partial sums of attention are put together."""
 
-CODED = {infc.linear_quantized.default, infc.linear_swiglu_quantized.default, infc.embedding_quantized.default, infc.dequantize.default}
+PRODUCTS = {infc.linear_quantized.default, infc.linear_swiglu_quantized.default}
+CODED = PRODUCTS | {infc.embedding_quantized.default, infc.dequantize.default}
 
 COMPUTABLE = 0.01
 """Largest error of eager fp32, as a share of the largest logit, at which a model still has an answer."""
@@ -70,10 +71,11 @@ class _Answers(kept.Entry, frozen=True):
     graph_error: float
 
 
-def lengths(buckets: Sequence[int], max_positions: int) -> list[int]:
-    """Prompt lengths that reach every bucket: the longest is a little more than the second largest bucket."""
+def lengths(buckets: Sequence[int], max_positions: int, many: int = 0) -> list[int]:
+    """Prompt lengths that reach every bucket: the longest is a little more than the second largest bucket, and than `many`, from where on
+    some products work otherwise."""
     ordered = sorted(set(buckets))
-    longest = max((ordered[-2] if len(ordered) > 1 else 0) + 12, max(SHORT))
+    longest = max((ordered[-2] if len(ordered) > 1 else 0) + 12, max(SHORT), many + 12 if 0 < many <= ordered[-1] else 0)
     return sorted({min(length, max_positions) for length in (*SHORT, longest)})
 
 
@@ -83,8 +85,9 @@ def golden(captured: Graph, graph: Graph, buckets: Sequence[int], cache: kept.Ke
     cache: what earlier compiles computed.
     """
     assert captured.sample_inputs is not None
+    many = max((argument(node, "bf16_rows") for node in graph.nodes if node.target in PRODUCTS), default=0)
     prompts = [captured.sample_inputs(1, length, seed)
-               for seed, length in enumerate(lengths(buckets, int(captured.meta["max_positions"])))]
+               for seed, length in enumerate(lengths(buckets, int(captured.meta["max_positions"]), many))]
     if cache is None: return _computed(captured, graph, prompts)
     key = kept.key("golden", kept.content(captured), kept.content(graph), kept.content_of(prompts))
     if found := cache.take(key, _Answers, "golden answers"):

@@ -18,6 +18,7 @@ def test_the_longest_case_needs_the_largest_bucket():
     assert max(lengths((1, 16, 128, 512), 8192)) > 128
     assert lengths((1, 16), 20) == [1, 9, 20]                  # never past the model's positions
     assert lengths((64,), 8192) == sorted(SHORT)
+    assert max(lengths((1, 128, 512), 8192, many=192)) > 192 > max(lengths((1, 128), 8192, many=192))      # a step has no 192 rows
 
 
 def test_the_bound_follows_the_graphs_own_error():

@@ -220,10 +220,10 @@ KERNELS = (
     _kernel("rope: the sign of the second half", "llama", "rope", "store_some(x + half + i, b * c + a * s, n);",
             "store_some(x + half + i, b * c - a * s, n);"),
     _kernel("rope: values are turned as well", "llama", "rope",
-            "C cached[MAX_HEAD];\n    const Blocks blocks{kv_heads, r->kv_run};\n    for (int64_t u = mine.begin; u < mine.end; u++) {\n"
+            "slots, dims * int64_t(sizeof(C)), dims);\n    for (int64_t u = mine.begin; u < mine.end; u++) {\n"
             "        int64_t t = u / heads, h = u % heads, slot = static_cast<const int32_t*>(slots)[t];\n"
             "        load_row(row, static_cast<const X*>(qkv) + u * dims, dims);\n        if (h < q_heads + kv_heads)",
-            "C cached[MAX_HEAD];\n    const Blocks blocks{kv_heads, r->kv_run};\n    for (int64_t u = mine.begin; u < mine.end; u++) {\n"
+            "slots, dims * int64_t(sizeof(C)), dims);\n    for (int64_t u = mine.begin; u < mine.end; u++) {\n"
             "        int64_t t = u / heads, h = u % heads, slot = static_cast<const int32_t*>(slots)[t];\n"
             "        load_row(row, static_cast<const X*>(qkv) + u * dims, dims);\n        if (h < heads)"),
     _kernel("codes: their middle is not taken off", "llama", "quantized", "row->start = -W::MIDDLE * codes;", "row->start = 0;",
@@ -231,6 +231,10 @@ KERNELS = (
     _kernel("codes: nothing but zeros comes out", "llama", "quantized", "AG == 0 ? sum * splat(row[i / V - R].scale) : sum);",
             "AG == 0 ? sum * splat(0.0f) : sum);", "w8"),
     _kernel("codes: the low nibble is read twice", "llama", "quantized", "(part ? bytes[v] >> 4 : bytes[v])", "bytes[v]", "w4"),
+    _kernel("codes: of many rows, the even and the odd k change places", "llama", "quantized_bf16",
+            "_mm512_cvtne2ps_pbh(value(bytes, low + 8), value(bytes, low))",
+            "_mm512_cvtne2ps_pbh(value(bytes, low), value(bytes, low + 8))",
+            "many w8"),
     _kernel("codes: a token's embedding is its neighbour's", "llama", "quantized", "* W::CODES + column * 4;",
             "* W::CODES + (column ^ 1) * 4;", "w8"),
     _kernel("cache: scales of k by the first sixteen tokens", "llama", "attention", "load16(c.k_scale[j] + (v0 + v) * 16)",

@@ -27,14 +27,14 @@ BUCKETS = (1, 16, 64)
 
 @dataclass(frozen=True)
 class Precision:
-    """A fault's `dtype`: fp32, bf16, or, over bf16, a scheme of compiler.quant.scheme (behind "gpu ": as passes for a GPU have it) or
-    "kv int8"."""
+    """A fault's `dtype`: fp32, bf16, or, over bf16, a scheme of compiler.quant.scheme (behind "gpu ": as passes for a GPU have it; behind
+    "many ": its products are of bf16 from 24 rows on) or "kv int8"."""
 
     text: str
 
     @property
     def quant(self) -> str:
-        return "none" if self.text in ("fp32", "bf16", "kv int8") else self.text.removeprefix("gpu ")
+        return "none" if self.text in ("fp32", "bf16", "kv int8") else self.text.removeprefix("gpu ").removeprefix("many ")
 
     @property
     def kv(self) -> str:
@@ -52,7 +52,7 @@ class Precision:
         """What its passes may read."""
         scheme = parse(self.quant)
         return {"max_sequences": 16, "dtype": self.dtype, "kv": parse_kv(self.kv), "quantization": Plan(scheme, "rtn") if scheme else None,
-                "norm_codes": self.text.startswith("gpu ")}
+                "norm_codes": self.text.startswith("gpu "), "bf16_rows": 24 if self.text.startswith("many ") else 0}
 
 
 VERIFY, CONTRACT, CHECK, GRAPH, PLAN, REPLAY, RUNTIME = (

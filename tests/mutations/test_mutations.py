@@ -1,5 +1,6 @@
 """A gate that a user meets stops every planted fault; by hand: PYTHONPATH=tests python -m mutations."""
 import pytest
+from infc.compiler.targets import TARGETS, missing
 from mutations import gates
 from mutations.faults import FAULTS, Fault
 from mutations.plant import ROOT, Edit, planted
@@ -9,9 +10,15 @@ FAST = {fault.where: fault.name for fault in reversed(FAULTS) if fault.kind == "
 """The first fault of each pass; the others, and all that need a C++ compiler, are for `make test-slow`."""
 
 
+def needs(dtype: str) -> None:
+    """Skips what this CPU cannot run."""
+    if dtype.startswith("many ") and missing(TARGETS["x86-64-v4-bf16"]): pytest.skip("this CPU does not multiply bf16")
+
+
 @pytest.mark.parametrize("fault", [
     pytest.param(f, id=f"{f.kind}: {f.name}", marks=() if FAST.get(f.where) == f.name else pytest.mark.slow) for f in FAULTS])
 def test_a_fault_is_stopped_by_the_gate_of_its_kind(fault: Fault) -> None:
+    needs(fault.dtype)
     found = verdict(fault)
     assert found is not None, f"{fault.name} in {fault.where} escaped"
     assert found.gate == fault.gate, found.message
@@ -20,6 +27,7 @@ def test_a_fault_is_stopped_by_the_gate_of_its_kind(fault: Fault) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "dtype"), sorted({(f.model, f.dtype) for f in FAULTS if f.kind != "pass"}))
 def test_a_model_without_a_fault_passes_every_gate(model: str, dtype: str) -> None:
+    needs(dtype)
     gates.prepare_compile(model, dtype)
     assert gates.run_compile(model, dtype) is None
 

@@ -1,4 +1,6 @@
 """narrow_dtype: weights, product inputs and caches in 16 bits; fp32 sums; no further from fp32 than eager PyTorch in those."""
+from functools import cache
+
 import pytest
 import torch
 from decoders import before, captured, llama
@@ -48,8 +50,13 @@ def test_narrows_a_step_graph():
     assert PASS.apply(graph) == 0
 
 
+@cache
+def unquantized():
+    return before(captured(llama()), "smooth_channels")
+
+
 def of_codes(scheme):
-    graph = before(captured(llama()), "smooth_channels")
+    graph = unquantized().copy()
     for one in (quantize_weights.PASS, quantize_activations.PASS, fuse_quantized_linear.PASS):
         one.apply(graph, Report(one.name, options={"quantization": Plan(parse(scheme))}))
     return graph
