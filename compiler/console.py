@@ -350,6 +350,7 @@ def measured(report: Mapping[str, Any]) -> None:
             "cpu": f"{machine['cpu']}, {machine['isa']}, {report['workload']['threads']} of {machine['cores']} cores",
             "settings": f"governor {machine['governor']}, huge pages {machine['huge_pages']}, load {machine['load']}",
             "pure read of the weights": f"{report['read_gb_s']:.1f} GB/s",
+            **({"busy": "; ".join(report["findings"])} if report["findings"] else {}),
         },
     )
     decode = [
@@ -392,6 +393,8 @@ def compared(report: Mapping[str, Any]) -> None:
     table("second beside first", ("figure", "first", "second", "ratio", ""), rows, right=(1, 2, 3))
     if report["machine"]:
         pairs("not the same machine", {name: f"{a} -> {b}" for name, (a, b) in report["machine"].items()})
+    for line in report["findings"]:
+        print(f"note: {line}")
 
 
 def differs(report: Mapping[str, Any]) -> None:

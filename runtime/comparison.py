@@ -28,7 +28,8 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """{"ratios": {name: {"before", "after", "ratio", "better"}}, "machine": fields of the environment that differ}.
+    """{"ratios": {name: {"before", "after", "ratio", "better"}}, "machine": fields of the environment that differ, "findings": what either
+    says of itself}.
 
     ratio is after / before. Raises RuntimeFault, which names the field, where workload or contract differ.
     """
@@ -44,7 +45,8 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, An
         better = ratio < 1 if smaller_is_better(name) else ratio > 1
         ratios[name] = {"before": old, "after": new, "ratio": ratio, "better": better}
     machine = {name: [a, b] for name, a, b in _differences(before.get("environment", {}), after.get("environment", {})) if name != "load"}
-    return {"ratios": ratios, "machine": machine}
+    findings = [f"{which}: {line}" for which, report in (("first", before), ("second", after)) for line in report.get("findings", ())]
+    return {"ratios": ratios, "machine": machine, "findings": findings}
 
 
 def smaller_is_better(name: str) -> bool:

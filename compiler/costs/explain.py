@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...runtime.artifact import Artifact, read
+from ...runtime.environment import busy
 from ...runtime.isa import this_cpu
 from ...runtime.library import default_threads
 from ...runtime.manifest import GPU
@@ -20,9 +21,6 @@ from .peaks import Peaks
 WIDTH = 98
 SAME_RATE = 0.2
 """Peaks taken at a read rate within this share of today's are taken as they are."""
-
-OURS = 0.9
-"""Below this share of their CPUs' time for our threads, a measurement says that the machine was busy, and blames no kernel."""
 
 SHOWN = 0.002
 """Kernels below this share of a phase are summed up in the table; --json has them all."""
@@ -144,8 +142,8 @@ def _compare(out: dict[str, Any], found: Mapping[str, Any]) -> None:
     out["measured"] = {"wall_s": found["wall_s"], "steps_s": steps, "gap_s": found["gap_s"], "read_gb_s": found["read_gb_s"],
                        "ratio": found["wall_s"] / out["predicted_s"], "tokens_s": out["tokens"] / found["wall_s"],
                        "cpu_share": found["cpu_share"]}
-    if found["cpu_share"] < OURS:                     # what is slow then says nothing about a kernel
-        out["findings"] = [f"other processes had these CPUs {1 - found['cpu_share']:.0%} of the time: measure again on a quiet machine"]
+    if lines := busy(found["cpu_share"]):             # what is slow then says nothing about a kernel
+        out["findings"] = lines
         return
     for row in out["kernels"]:
         if diagnose.far_off(row, steps): row["cause"] = diagnose.cause(row, found["read_gb_s"])

@@ -136,7 +136,7 @@ function overview() {
     ["Placement", `steps by backend: ${Object.entries(h.coverage.steps).map(([name, count]) => `${name} ${count}`).join(", ")}`],
     ["Target", `${h.target}${h.isa.length ? `: needs ${h.isa.join(" ")}` : ""}`], ["Source", h.source || "not recorded"],
     ["Made with", Object.entries(h.created_with).map(([name, version]) => `${name} ${version.split(" -")[0]}`).join(", ")],
-    ["Version", h.version],
+    ["Version", h.version], ...(measured ? measured.findings : []).map((line) => ["Measured", line]),
   ];
   $("overview").append(
     el("div", { class: "title" }, el("h1", {}, h.name), chip(h.dtype), chip(h.target), chip(h.contract, h.contract)),

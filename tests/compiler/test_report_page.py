@@ -53,6 +53,11 @@ def open_all(browser: chromium.Page, side: str) -> None:
 CAPTURED, FINAL = "#graph .side:first-child", "#graph .side:last-child"
 
 
+def test_says_that_its_times_are_of_a_busy_machine(browser: chromium.Page, data: dict[str, Any], tmp_path: Path):
+    found = {"golden": {"error": 0.0, "top1": 1.0}, "phases": {s["name"]: 1e-3 for s in data["speed"]}, "findings": ["others ran too"]}
+    assert "others ran too" in texts(shown(browser, data | {"measured": found}, tmp_path), ".facts dd")
+
+
 @pytest.mark.parametrize("dark", [False, True])
 def test_draws_everything_in_both_schemes(browser: chromium.Page, data: dict[str, Any], tmp_path: Path, dark: bool):
     at = shown(browser, data, tmp_path, dark=dark)
