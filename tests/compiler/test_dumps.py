@@ -156,8 +156,11 @@ def test_a_damaged_dump_is_one_line(tiny, tmp_path, harm, capsys, monkeypatch):
     harms[harm]()
     monkeypatch.setattr(sys, "argv", [str(file)])
     assert stage.main(forward_of(file), str(file)) == 2
-    said = capsys.readouterr().err
-    assert str(victim) in said and said.count("\n") == 1
+    out, said = capsys.readouterr()
+    assert str(victim) in said and said.count("\n") == 1 and not out
+    monkeypatch.setattr(sys, "argv", [str(file), "--json"])
+    assert stage.main(forward_of(file), str(file)) == 2
+    assert json.loads(capsys.readouterr().out) == {"error": {"message": said.removeprefix("infc: ").rstrip("\n"), "exit_code": 2}}
 
 
 def test_no_half_file(tmp_path, monkeypatch):
