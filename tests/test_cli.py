@@ -224,6 +224,16 @@ def test_bench_says_that_others_used_the_machine(tmp_path: Path, monkeypatch: py
     assert notes == ([f"--bench of A: {line}", f"--bench of B: {line}"] if share < 1 else [])
 
 
+@pytest.mark.parametrize(("value", "places", "shown"), [
+    (0.0, 2, "0.00"), (1.234, 2, "1.23"), (0.1, 2, "0.10"), (0.0449, 2, "0.045"), (0.0999, 2, "0.100"), (1.2e-7, 3, "0.00000012"),
+    (-0.00123, 2, "-0.0012"), (1879981.3, 0, "1879981"), (0.4, 0, "0.40"), (9.96, 0, "10.0"), (float("inf"), 1, "inf"),
+])
+def test_a_number_that_is_not_zero_is_not_shown_as_zero(value: float, places: int, shown: str):
+    from infc.compiler.console import number
+
+    assert number(value, places) == shown
+
+
 def test_threads_beyond_the_cpus_are_no_other_process():
     from infc.runtime import cpu
     from infc.runtime.environment import busy, cpu_share
