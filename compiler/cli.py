@@ -1,8 +1,8 @@
 """The command line: every command by its name, and how one ends. What each does is in commands/.
 
 Results go to stdout (with --json one JSON document and nothing else), progress and errors to stderr. A user's mistake is
-one line and exit code 2, a failed check is 1, Ctrl-C is 130. `infc run` must start fast, so nothing heavy is imported
-before the command that needs it: typer takes 45 ms, rich 45, torch 2000.
+one line and exit code 2, a failed check is 1, Ctrl-C is 130; with --json the document has "error" then. `infc run` must start
+fast, so nothing heavy is imported before the command that needs it: typer takes 45 ms, rich 45, torch 2000.
 """
 
 import errno
@@ -84,31 +84,44 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns its exit code. Only a bug in infc leaves a traceback."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that unfinished files are removed
     try:
-        command = typer.main.get_command(app)
-        with command.make_context("infc", list(sys.argv[1:] if arguments is None else arguments)) as context:
-            command.invoke(context)
+        code = _run(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()
-    except typer.Exit as done:
-        return done.exit_code
-    except (InfcError, RuntimeFault) as error:
-        return _fail(str(error), error.exit_code)
-    except TyperException as error:
-        return _fail(_usage(error), 2)
-    except KeyboardInterrupt:
-        return _fail("interrupted", 130)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left: nobody to tell
-        return 128 + signal.SIGPIPE
-    except OSError as error:
-        return _fail(_os_error(error), 2)
+        return code
+    except OSError as error:                                     # of stdout: what waits to be written to it goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE if isinstance(error, BrokenPipeError) else _fail(_os_error(error), 2)     # the reader left
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _run(arguments: list[str]) -> int:
+    """The exit code of a command, what went wrong told. BrokenPipeError where nobody reads what it prints."""
+    as_json = "--json" in arguments[:arguments.index("--") if "--" in arguments else None]     # also where they cannot be parsed
+    try:
+        command = typer.main.get_command(app)
+        with command.make_context("infc", arguments) as context: command.invoke(context)
+    except typer.Exit as done:
+        return done.exit_code
+    except InfcError as error:
+        return _fail(error.message, error.exit_code, as_json, error.document)
+    except RuntimeFault as error:
+        return _fail(str(error), error.exit_code, as_json)
+    except TyperException as error:
+        return _fail(_usage(error), 2, as_json)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130, as_json)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        return _fail(_os_error(error), 2, as_json)
     return 0
 
 
-def _fail(message: str, code: int) -> int:
-    """One line on stderr, whatever the message."""
-    print("infc: " + " ".join(message.split()), file=sys.stderr)
+def _fail(message: str, code: int, as_json: bool = False, document: dict[str, Any] | None = None) -> int:
+    """One line on stderr, whatever the message; as_json: the same in a document on stdout."""
+    line = " ".join(message.split())
+    print(f"infc: {line}", file=sys.stderr)
+    if as_json: print_json({**(document or {}), "error": {"message": line, "exit_code": code}})
     return code
 
 

@@ -1,5 +1,6 @@
 """What a compile shows in a terminal: progress on stderr while it runs, tables on stdout when it is done."""
 
+import math
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -95,6 +96,12 @@ def size(count: float) -> str:
     return f"{count:.2f} GB"
 
 
+def number(value: float, places: int) -> str:
+    """With so many decimals; with two digits that count where those would leave fewer: what is not zero is never shown as zero."""
+    if 0 < abs(value) < 10.0 ** (1 - places): places = 1 - math.floor(math.log10(abs(value)))
+    return f"{value:.{places}f}"
+
+
 def pairs(title: str, facts: Mapping[str, object]) -> None:
     """Print one table of names and values, nested mappings as dotted names."""
     table(title, ("", ""), flatten(facts))
@@ -123,7 +130,7 @@ def compiled(result: Mapping[str, Any]) -> None:
     """The tables of a compile: passes, programs, and the artifact."""
     shown = [p for p in result["passes"] if p["fired"] or p["refused"] or _left_out(p)]
     passes = [
-        (p["name"], p["fired"], p["contract"], _error(p["error"]), f"{p['seconds']:.2f}", f"{p['check_seconds']:.2f}",
+        (p["name"], p["fired"], p["contract"], _error(p["error"]), number(p["seconds"], 2), number(p["check_seconds"], 2),
          _left_out(p) or _why(p["refused"]))
         for p in shown
     ]
@@ -141,7 +148,7 @@ def compiled(result: Mapping[str, Any]) -> None:
             "verified": verdict(result["verify"]) + _since(result),
             **({"quality": _quality(result["quality"])} if result["quality"] else {}),
             "predicted": _prediction(result["predicted"]) if result["predicted"] else "nothing: it was not run here",
-            "seconds": "  ".join(f"{phase} {seconds:.1f}" for phase, seconds in result["seconds"].items()),
+            "seconds": "  ".join(f"{phase} {number(seconds, 1)}" for phase, seconds in result["seconds"].items()),
         },
     )
 
@@ -228,7 +235,7 @@ def _prediction(found: Mapping[str, Any]) -> str:
     rate = f", at the {found['read_gb_s']:.1f} GB/s just measured" if found["by"] == "reads alone" else ""
     least, most = ("at least ", "at most ") if found["by"] == "the data sheet" else ("", "")
     return (f"a decode step reads {size(found['bytes'])} at context {found['context']}: {least}{found['decode_ms']:.3g} ms, "
-            f"{most}{found['decode_tok_s']:.0f} tokens/s, bound by {found['bound']}"
+            f"{most}{number(found['decode_tok_s'], 0)} tokens/s, bound by {found['bound']}"
             f"{rate} (by {found['by']}; more: infc explain)")
 
 
@@ -290,7 +297,7 @@ def _choices(shown: Mapping[str, Any]) -> Iterable[tuple[object, ...]]:
                 registers = max(kernels[step["kernel"]]["registers"] or 0 for step in one["steps"])
                 measured = one.get("measured_us", 0.0)
                 yield (*first, ("* " if at == choice.get("chosen", 0) else "  ") + one["name"], registers, one.get("programs_per_sm", 0),
-                       f"{one.get('waves', 0.0):.2f}", f"{one.get('predicted_us', 0.0):.2f}", f"{measured:.2f}" if measured else None)
+                       number(one.get("waves", 0.0), 2), number(one.get("predicted_us", 0.0), 2), number(measured, 2) if measured else None)
 
 
 def _tuned(info: Mapping[str, Any]) -> str:
@@ -304,10 +311,10 @@ def tuned(report: Mapping[str, Any]) -> None:
         us, before, after = c["us"], c["before"], c["after"]
         fastest = min(us, key=us.__getitem__)
         kept = "kept" if after == before else after
-        rows.append((c["bucket"], c["op"], c["calls"], before, f"{us[before]:.2f}", kept, f"{us[after]:.2f}",
-                     c["why_not"] and f"{fastest}, {us[fastest]:.2f}: {c['why_not']}"))
+        rows.append((c["bucket"], c["op"], c["calls"], before, number(us[before], 2), kept, number(us[after], 2),
+                     c["why_not"] and f"{fastest}, {number(us[fastest], 2)}: {c['why_not']}"))
     table("choices; microseconds a call", ("bucket", "operator", "calls", "before", "us", "after", "us", ""), rows, right=(2, 4, 6))
-    steps = [(bucket, f"{us:.1f}", f"{report['after_us'][bucket]:.1f}", f"{us / report['after_us'][bucket]:.3f}x")
+    steps = [(bucket, number(us, 1), number(report["after_us"][bucket], 1), f"{us / report['after_us'][bucket]:.3f}x")
              for bucket, us in report["before_us"].items()]
     table("these calls of a step, microseconds", ("bucket", "before", "after", ""), steps, right=(1, 2, 3))
     info = report["info"]
@@ -349,18 +356,19 @@ def measured(report: Mapping[str, Any]) -> None:
         {
             "cpu": f"{machine['cpu']}, {machine['isa']}, {report['workload']['threads']} of {machine['cores']} cores",
             "settings": f"governor {machine['governor']}, huge pages {machine['huge_pages']}, load {machine['load']}",
-            "pure read of the weights": f"{report['read_gb_s']:.1f} GB/s",
+            "pure read of the weights": f"{number(report['read_gb_s'], 1)} GB/s",
+            **({"busy": "; ".join(report["findings"])} if report["findings"] else {}),
         },
     )
     decode = [
-        (batch, context, f"{c['tok_s']:.0f}", f"{c['ms']:.2f}", f"{c['share_of_read']:.2f}")
+        (batch, context, number(c["tok_s"], 0), number(c["ms"], 2), number(c["share_of_read"], 2))
         for batch, d in report["decode"].items()
         for context, c in d["context"].items()
     ]
     table("decode", ("batch", "context", "tokens/s", "ms a step", "share of read"), decode, right=(0, 1, 2, 3, 4))
-    table("prefill", ("prompt", "tokens/s"), [(n, f"{rate:.0f}") for n, rate in report["prefill"].items()], right=(0, 1))
+    table("prefill", ("prompt", "tokens/s"), [(n, number(rate, 0)) for n, rate in report["prefill"].items()], right=(0, 1))
     spreads = [
-        (batch, name, *(f"{1000 * d[key][p]:.1f}" for p in ("p50", "p90", "p99")), f"{d['throughput_tok_s']:.0f}")
+        (batch, name, *(number(1000 * d[key][p], 1) for p in ("p50", "p90", "p99")), number(d["throughput_tok_s"], 0))
         for batch, d in report["decode"].items()
         for name, key in (("first token", "ttft_s"), ("each further token", "tpot_s"), ("whole answer", "end_to_end_s"))
     ]
@@ -368,9 +376,9 @@ def measured(report: Mapping[str, Any]) -> None:
     pairs(
         "start",
         {
-            "fresh process to first token": f"{cold['total_s']:.3f} s ({report['workload']['cold_prompt']}-token prompt)",
-            "of it": ", ".join(f"{part} {cold[key]:.3f}" for part, key in parts),
-            "warm": f"load {report['warm']['load_s']:.3f}, first token {report['warm']['first_token_s']:.3f}",
+            "fresh process to first token": f"{number(cold['total_s'], 3)} s ({report['workload']['cold_prompt']}-token prompt)",
+            "of it": ", ".join(f"{part} {number(cold[key], 3)}" for part, key in parts),
+            "warm": f"load {number(report['warm']['load_s'], 3)}, first token {number(report['warm']['first_token_s'], 3)}",
             "peak memory": f"{size(memory['peak_bytes'])} after the first token",
             "reserved": f"weights {size(memory['weights'])}, arena {size(memory['arena'])}",
         },
@@ -392,6 +400,8 @@ def compared(report: Mapping[str, Any]) -> None:
     table("second beside first", ("figure", "first", "second", "ratio", ""), rows, right=(1, 2, 3))
     if report["machine"]:
         pairs("not the same machine", {name: f"{a} -> {b}" for name, (a, b) in report["machine"].items()})
+    for line in report["findings"]:
+        print(f"note: {line}")
 
 
 def differs(report: Mapping[str, Any]) -> None:

@@ -1,20 +1,22 @@
 """Every failure a user can meet: one clear message and the exit code of the command line."""
 import difflib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 class InfcError(Exception):
-    """A failure with a message for a person: what was found, where, what was expected, what to try next."""
+    """A failure with a message for a person: what was found, where, what was expected, what to try next. document: what a command found
+    all the same; --json shows it beside the error."""
 
     exit_code = 2
 
-    def __init__(self, message: str, exit_code: int | None = None):
+    def __init__(self, message: str, exit_code: int | None = None, *, document: dict[str, Any] | None = None):
         super().__init__(message)
         self.message = message
+        self.document = document or {}
         if exit_code is not None:
             self.exit_code = exit_code
 

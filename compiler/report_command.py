@@ -63,6 +63,7 @@ def _run(path: Path, report: dict[str, Any], threads: int | None, tell: Callable
     """What collect() calls measured, and "read_gb_s": the median read rate of memory meanwhile."""
     import msgspec
 
+    from ..runtime.environment import busy
     from ..runtime.golden import replay
     from ..runtime.session import load
     from .costs.measure_phase import measure
@@ -70,7 +71,7 @@ def _run(path: Path, report: dict[str, Any], threads: int | None, tell: Callable
     costs = report.get("costs")
     if not costs:
         raise UserError(f"{path}: holds no costs to put measured times beside; compile the model again")
-    kernels, whole, reads = dict[str, dict[str, float]](), dict[str, float](), list[float]()
+    kernels, whole, reads, shares = dict[str, dict[str, float]](), dict[str, float](), list[float](), list[float]()
     with load(path, threads=threads) as model:
         tell("replaying the golden prompts")
         golden = msgspec.to_builtins(replay(model))
@@ -80,7 +81,10 @@ def _run(path: Path, report: dict[str, Any], threads: int | None, tell: Callable
             kernels[phase.name] = _by_kernel(costs, phase, found["steps"][-1])
             whole[phase.name] = found["wall_s"]
             reads.append(found["read_gb_s"])
-    return {"golden": golden, "kernels": kernels, "phases": whole, "read_gb_s": statistics.median(reads)}
+            shares.append(found["cpu_share"])
+    findings = busy(statistics.median(shares))
+    for line in findings: tell(line)
+    return {"golden": golden, "kernels": kernels, "phases": whole, "read_gb_s": statistics.median(reads), "findings": findings}
 
 
 def _by_kernel(costs: Costs, phase: Phase, seconds: Sequence[float]) -> dict[str, float]:

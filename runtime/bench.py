@@ -12,14 +12,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import msgspec
 
 from .artifact import Artifact
 from .cpu import default_threads, kv_bytes_per_token
-from .environment import environment
+from .environment import busy, cpu_share, environment
 from .errors import RuntimeFault
 from .generate import Request, run_requests
 from .options import Sampling
@@ -51,6 +51,7 @@ class DecodeSample(msgspec.Struct, frozen=True):
     steps_s: list[float]  # every step in which all sequences decode
     read_gb_s: float
     share_of_read: float
+    cpu_share: float  # of the machine: environment.cpu_share
 
 
 def measure(
@@ -126,9 +127,9 @@ def _decode(model: Model, batch: int, context: int, new: int) -> DecodeSample:
     """Prompts of `context` tokens, then `new` tokens for each."""
     prompts = [_prompt(model, context, index) for index in range(batch)]
     before = _read_rate(model)
-    begin = perf_counter()
+    begin, used = perf_counter(), process_time()
     events = run_greedy(model, prompts, new)
-    end = perf_counter()
+    end, used = perf_counter(), process_time() - used
     rate = (before + _read_rate(model)) / 2
     steps = _full_steps(events, batch)
     moved = step_bytes(model.artifact) + batch * kv_bytes_per_token(model.artifact) * (context + new // 2)
@@ -138,6 +139,7 @@ def _decode(model: Model, batch: int, context: int, new: int) -> DecodeSample:
         steps_s=steps,
         read_gb_s=rate,
         share_of_read=moved / statistics.median(steps) / 1e9 / rate,
+        cpu_share=cpu_share(used, end - begin, model.executor.threads),
         first_s=[t - begin for t in firsts],
         each_s=[t - begin for t in lasts],
         total_s=end - begin,
@@ -194,6 +196,7 @@ def _report(
 ) -> dict[str, Any]:
     manifest = model.manifest
     every = [sample for samples in decode.values() for sample in samples]
+    share = statistics.median(s.cpu_share for s in every)
     return {
         "schema": SCHEMA,
         "artifact": {"name": manifest.name, "version": manifest.version, "target": manifest.target, "dtype": manifest.dtype},
@@ -201,6 +204,8 @@ def _report(
         "contract": manifest.contract,
         "workload": msgspec.to_builtins(work),
         "environment": environment(),
+        "cpu_share": share,
+        "findings": busy(share),
         "read_gb_s": statistics.median(s.read_gb_s for s in every),
         "step_bytes": step_bytes(model.artifact),
         "kv_bytes_per_token": kv_bytes_per_token(model.artifact),

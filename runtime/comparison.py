@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import RuntimeFault
+from .manifest import MANIFEST
 
 MUST_AGREE = ("schema", "model", "contract", "workload")
 SMALLER_IS_BETTER = ("_s", ".ms", "_bytes")  # how such a figure's name ends; tok_s, gb_s and prefill are rates
@@ -15,10 +16,13 @@ SHOWN = ("read_gb_s", "decode", "prefill", "cold", "warm", "memory")
 
 def load(path: Path) -> dict[str, Any]:
     """A report that `infc bench -o` wrote. Raises RuntimeFault for anything else."""
+    if path.exists() and (path.suffix == ".infc" or (path / MANIFEST).exists()):
+        raise RuntimeFault(f"{path}: is an artifact, not a measurement; measure it first, with: infc bench {path} -o {path.stem}.json")
     try:
         report = json.loads(path.read_text())
     except OSError as error:
-        raise RuntimeFault(f"{path}: {error.strerror}") from error
+        why = (error.strerror or str(error)).lower()
+        raise RuntimeFault(f"{path}: cannot be read ({why}); give a file that `infc bench ARTIFACT -o FILE` wrote") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise RuntimeFault(f"{path}: is no JSON ({error}); give a file that `infc bench ARTIFACT -o FILE` wrote") from error
     missing = [name for name in (*MUST_AGREE, *SHOWN) if not isinstance(report, dict) or name not in report]
@@ -28,7 +32,8 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """{"ratios": {name: {"before", "after", "ratio", "better"}}, "machine": fields of the environment that differ}.
+    """{"ratios": {name: {"before", "after", "ratio", "better"}}, "machine": fields of the environment that differ, "findings": what either
+    says of itself}.
 
     ratio is after / before. Raises RuntimeFault, which names the field, where workload or contract differ.
     """
@@ -44,7 +49,8 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, An
         better = ratio < 1 if smaller_is_better(name) else ratio > 1
         ratios[name] = {"before": old, "after": new, "ratio": ratio, "better": better}
     machine = {name: [a, b] for name, a, b in _differences(before.get("environment", {}), after.get("environment", {})) if name != "load"}
-    return {"ratios": ratios, "machine": machine}
+    findings = [f"{which}: {line}" for which, report in (("first", before), ("second", after)) for line in report.get("findings", ())]
+    return {"ratios": ratios, "machine": machine, "findings": findings}
 
 
 def smaller_is_better(name: str) -> bool:

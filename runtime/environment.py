@@ -1,4 +1,4 @@
-"""The machine a measurement was taken on, as plain data: a number without it says nothing."""
+"""The machine a measurement was taken on, as plain data, and whether others used it meanwhile: a number without it says nothing."""
 
 import os
 import platform
@@ -8,6 +8,9 @@ from typing import Any
 
 from . import isa
 from .cpu import default_threads
+
+OURS = 0.9
+"""Below this share of their CPUs' time for our threads, a measurement says that the machine was busy, and blames no kernel."""
 
 
 def environment() -> dict[str, Any]:
@@ -29,6 +32,17 @@ def environment() -> dict[str, Any]:
             **{name: _version(name) for name in ("infc", "numpy", "msgspec", "tokenizers")},
         },
     }
+
+
+def cpu_share(used: float, wall: float, threads: int) -> float:
+    """Of `wall` seconds, the share in which `threads` threads that spin had their CPUs: 1 on a machine of one's own. used: the process's
+    CPU seconds meanwhile."""
+    return min(1.0, used / (wall * min(threads, default_threads())))
+
+
+def busy(share: float) -> list[str]:
+    """The line that says so where a measurement with that `cpu_share` was not alone on the machine."""
+    return [f"other processes had these CPUs {1 - share:.0%} of the time: measure again on a quiet machine"] if share < OURS else []
 
 
 def _version(package: str) -> str:

@@ -72,10 +72,10 @@ def tune(
     """
     source, target = Path(path), Path(path if output is None else output)
     if rounds < 5: raise RuntimeFault(f"rounds is {rounds}; medians want 5 or more")
-    refuse_place(target, force)
     with read(source) as artifact:
         _check(artifact)
         buckets = artifact.manifest.buckets
+    refuse_place(target, force)
     with load(source, device=device) as model:
         device = _gpu(model).device
         programs = [model.artifact.program(bucket.name) for bucket in buckets]

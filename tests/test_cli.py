@@ -6,6 +6,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 
@@ -203,6 +204,43 @@ def test_bench_json_has_the_stable_names_and_compares(tmp_path: Path):
 
     same = result("bench", "compare", tmp_path / "a.json", tmp_path / "a.json")
     assert same["machine"] == {} and all(r["ratio"] == 1 for r in same["ratios"].values())
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_bench_says_that_others_used_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float):
+    """In the words of `infc explain --measured`; what is made of the file says it too."""
+    from infc.runtime import bench
+
+    monkeypatch.setattr(bench, "process_time", lambda: share * time.perf_counter())
+    small = ("--batches", "1", "--contexts", "8", "--new-tokens", 4, "--prefill", "8", "--rounds", 1, "--threads", 1)
+    saved, line = tmp_path / "a.json", "other processes had these CPUs 50% of the time: measure again on a quiet machine"
+    shown = infc("bench", tiny(), *small, "-o", saved).stdout
+    made = json.loads(saved.read_text())
+    assert made["cpu_share"] == pytest.approx(share, abs=0.01) and made["findings"] == ([line] if share < 1 else [])
+    assert (line in shown) is (share < 1)
+    both = infc("bench", "compare", saved, saved).stdout
+    assert (f"note: first: {line}\nnote: second: {line}\n" in both) is (share < 1) and ("note:" in both) is (share < 1)
+    notes = result("diff", tiny(), tiny(), "--bench", saved, saved)["notes"]
+    assert notes == ([f"--bench of A: {line}", f"--bench of B: {line}"] if share < 1 else [])
+
+
+@pytest.mark.parametrize(("value", "places", "shown"), [
+    (0.0, 2, "0.00"), (1.234, 2, "1.23"), (0.1, 2, "0.10"), (0.0449, 2, "0.045"), (0.0999, 2, "0.100"), (1.2e-7, 3, "0.00000012"),
+    (-0.00123, 2, "-0.0012"), (1879981.3, 0, "1879981"), (0.4, 0, "0.40"), (9.96, 0, "10.0"), (float("inf"), 1, "inf"),
+])
+def test_a_number_that_is_not_zero_is_not_shown_as_zero(value: float, places: int, shown: str):
+    from infc.compiler.console import number
+
+    assert number(value, places) == shown
+
+
+def test_threads_beyond_the_cpus_are_no_other_process():
+    from infc.runtime import cpu
+    from infc.runtime.environment import busy, cpu_share
+
+    cpus = cpu.default_threads()
+    assert cpu_share(3.0 * cpus, 3.0, 4 * cpus) == 1.0 and busy(1.0) == []
+    assert cpu_share(1.5 * cpus, 3.0, 4 * cpus) == 0.5 and busy(0.86)[0].startswith("other processes had these CPUs 14% of the time")
 
 
 @pytest.mark.parametrize(("field", "value"), [("contract", "distribution"), ("workload.contexts", [17]), ("model", "another")])

@@ -368,6 +368,18 @@ def test_a_measurement_is_not_replaced_unasked(tmp_path: Path):
     assert done.returncode == 0 and saved.read_text() != "kept"
 
 
+def test_an_artifact_is_no_measurement(copy: Path, tmp_path: Path):
+    """Of either side; nor is a folder, or what is not there."""
+    told = f"infc: {copy}: is an artifact, not a measurement; measure it first, with: infc bench {copy} -o copy.json\n"
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(dict.fromkeys(("schema", "model", "contract", "workload", "read_gb_s", "decode", "prefill", "cold", "warm",
+                                               "memory"), 1)))
+    for pair in ((copy, other), (other, copy)):
+        assert infc("bench", "compare", *pair).stderr == told == infc("diff", copy, copy, "--bench", *pair).stderr
+    refused(infc("bench", "compare", tmp_path, other), "cannot be read (is a directory)", "infc bench ARTIFACT -o FILE")
+    refused(infc("bench", "compare", tmp_path / "none.infc", other), "none.infc", "no such file", "infc bench ARTIFACT -o FILE")
+
+
 def test_a_bug_is_not_hidden():
     code = "import sys; from infc.compiler import cli; cli.measuring.counts = None; sys.exit(cli.main(['bench', 'x.infc']))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -1,6 +1,7 @@
 """The command line about a GPU, on a machine that has none."""
 import functools
 import json
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -40,8 +41,6 @@ def test_inspect_lists_kernels_with_what_the_compiler_says_of_them() -> None:
     ("cpu", 2, "NVIDIA GPU"),
 ])
 def test_check(target: str, code: int, says: str) -> None:
-    import re
-
     done = infc("check", compiled()[0], "--target", target)
     assert done.returncode == code and re.search(says, done.stdout + done.stderr), done.stdout + done.stderr
 
@@ -81,6 +80,14 @@ def test_explain_and_report_go_by_the_data_sheet(tmp_path: Path) -> None:
     done = infc("explain", compiled()[0], "--json")
     assert done.returncode == 0 and json.loads(done.stdout)["peaks"]["read_gb_s"] == 3350
     assert infc("report", compiled()[0], "-o", tmp_path / "page.html").returncode == 0
+
+
+def test_explain_shows_no_time_as_zero() -> None:
+    """Kernels of a millionth of a millisecond: a phase that short is told in microseconds."""
+    shown = infc("explain", compiled()[0]).stdout
+    rows = [line.split() for line in shown.splitlines() if re.search(r" (memory|compute) +[0-9.]+$", line)]
+    assert len(rows) > 50 and all(float(row[-1]) > 0 and float(row[-1].replace(".", "")) >= 10 for row in rows)
+    assert all(float(took) > 0 for took in re.findall(r"([0-9.]+) [mu]s", shown)) and "us predicted" in shown
 
 
 @pytest.mark.parametrize(("arguments", "says"), [

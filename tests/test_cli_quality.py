@@ -16,10 +16,11 @@ COMPILE = ("compile", "tiny", "--buckets", "1,16", "--check", "off", "--quiet", 
 
 
 def refused(done: subprocess.CompletedProcess[str], *words: str, code: int = 2) -> None:
-    """One line on stderr that holds every word, nothing on stdout."""
+    """One line on stderr that holds every word; nothing on stdout, with --json the error alone."""
     assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     lines = [line for line in done.stderr.splitlines() if not line.startswith("  ")]
-    assert len(lines) == 1 and lines[0].startswith("infc: ") and done.stdout == "", done.stderr
+    assert len(lines) == 1 and lines[0].startswith("infc: "), done.stderr
+    assert json.loads(done.stdout).keys() == {"error"} if "--json" in done.args else done.stdout == ""
     for word in words:
         assert word in lines[0], f"{word!r} is not in: {lines[0]}"
 

@@ -269,6 +269,7 @@ def test_what_cannot_be_tuned_says_why(made: Made, tmp_path: Path) -> None:
     import torch
 
     for arguments, says in (((tiny(), "-o", tmp_path / "x"), "is for a CPU, whose kernels have no candidates"),
+                            ((tiny(),), "is for a CPU, whose kernels have no candidates"),     # and that it exists is no matter
                             ((made.path,), "exists already; add --force"), ((made.path, "-o", tmp_path / "x", "--rounds", 3), "rounds")):
         done = infc("tune", *arguments)
         assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1, done.stderr

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ..errors import UserError
+from ..errors import CheckFailed, UserError
 from .arguments import Artifact, Dtype, Json, Quiet, Threads, existing, given_counts
 from .output import print_json
 
@@ -52,16 +52,13 @@ def diff(
         before, after, bench=[load_bench(path) for path in measured or ()], peaks=lambda isa: known_peaks(isa, default_threads()))
     old, new = ({name: m[side] for name, m in report["metrics"].items() if m[side] is not None} for side in ("before", "after"))
     report["broken"] = budgets.judge(fail_on, old, new, report["notes"].append) if fail_on is not None else []
-    if as_json:
-        print_json(report)
-    elif not quiet:
+    if not (as_json or quiet):
         console.differs(report)
-    else:                                                            # a budget on what is nowhere is not passed unseen
+    elif not as_json:                                                # a budget on what is nowhere is not passed unseen
         print("".join(f"infc: {line}\n" for line in report["notes"]), end="", file=sys.stderr)
-    for broken in report["broken"]:
-        print(f"infc: {broken['text']}", file=sys.stderr)
     if report["broken"]:
-        raise typer.Exit(1)
+        raise CheckFailed("; ".join(str(broken["text"]) for broken in report["broken"]), document=report)
+    if as_json: print_json(report)
 
 
 def explain(

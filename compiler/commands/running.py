@@ -89,16 +89,16 @@ def verify(artifact: Artifact, threads: Threads = None, as_json: Json = False, q
     try:
         model = load_model(artifact, threads)
     except RuntimeFault as fault:                                    # of the machine: the files are what they were
-        if as_json: print_json({"hashed": True, "replayed": False, "reason": str(fault)})
-        raise RuntimeFault(f"{artifact}: every file as hashed; its golden prompts cannot be replayed here: {fault}") from fault
+        raise UserError(f"{artifact}: every file as hashed; its golden prompts cannot be replayed here: {fault}", fault.exit_code,
+                        document={"hashed": True, "replayed": False, "reason": str(fault)}) from fault
     with model:
         report = {"hashed": True, "replayed": True, **plain(replay(model))}
-    if as_json:
-        print_json(report)
-    elif not quiet:
+    if not (as_json or quiet):
         print(f"{artifact}: every file as hashed; {console.verdict(report)}")
     if not report["passed"]:
-        raise CheckFailed(f"{artifact}: its answers differ from the recorded ones; compile it again, and report this if it stays")
+        raise CheckFailed(f"{artifact}: its answers differ from the recorded ones; compile it again, and report this if it stays",
+                          document=report)
+    if as_json: print_json(report)
 
 
 def tune(
@@ -118,13 +118,12 @@ def tune(
     note = (lambda text: None) if quiet or as_json else lambda text: print(f"  {text}", file=sys.stderr)
     target = None if output is None else named_artifact(output)
     report = plain(measure_and_choose(existing(artifact), target, force=force, rounds=rounds, note=note))
-    if as_json:
-        print_json(report)
-    elif not quiet:
-        console.tuned(report)
+    if not (as_json or quiet): console.tuned(report)
     if not report["written"]:
         raise CheckFailed(f"{artifact}: its golden logits are off by {report['golden']['error']:.3g} on this GPU, "
-                          f"{report['golden']['bound']:.3g} is allowed; nothing was written; report this, with: infc verify {artifact}")
+                          f"{report['golden']['bound']:.3g} is allowed; nothing was written; report this, with: infc verify {artifact}",
+                          document=report)
+    if as_json: print_json(report)
 
 
 def check(
@@ -150,11 +149,11 @@ def check(
     notes = [] if reasons else fits.notes(manifest, machine)
     report = {"artifact": str(artifact), "target": machine.name, "runs": not reasons, "reasons": reasons, "notes": notes,
               "missing": fits.missing_flags(manifest, machine), "files": len(manifest.files)}
+    if reasons:
+        raise UserError(f"{artifact}: {'; '.join(reasons)}", document=report)
     if as_json:
         print_json(report)
-    if reasons:
-        raise UserError(f"{artifact}: {'; '.join(reasons)}")
-    if not as_json:
+    else:
         print(f"{artifact}: {len(manifest.files)} files as hashed; runs on {machine.name}")
         for note in notes:
             print(f"note: {note}")

@@ -177,6 +177,7 @@ def _comparable(bench: Sequence[Mapping[str, Any]], notes: list[str]) -> tuple[M
             raise UserError(f"the --bench files cannot be compared: {name} is {a.get(name)} in the first and {b.get(name)} in the second")
     cpus = [x.get("environment", {}).get("cpu") for x in bench]
     if cpus[0] != cpus[1]: notes.append(f"measured on different machines: {cpus[0]} and {cpus[1]}")
+    notes += [f"--bench of {name}: {line}" for name, x in zip("AB", bench, strict=True) for line in x.get("findings", ())]
     return a, b
 
 

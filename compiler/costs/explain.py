@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...runtime.artifact import Artifact, read
+from ...runtime.environment import busy
 from ...runtime.isa import this_cpu
 from ...runtime.library import default_threads
 from ...runtime.manifest import GPU
@@ -21,11 +22,11 @@ WIDTH = 98
 SAME_RATE = 0.2
 """Peaks taken at a read rate within this share of today's are taken as they are."""
 
-OURS = 0.9
-"""Below this share of their CPUs' time for our threads, a measurement says that the machine was busy, and blames no kernel."""
-
 SHOWN = 0.002
 """Kernels below this share of a phase are summed up in the table; --json has them all."""
+
+MICROSECONDS = 1e-4
+"""A phase that takes less is shown in those, of which its kernels take parts."""
 
 ALONE = ("the longest chain of steps that wait for each other. Steps run one after the other, each on all threads: a phase takes their "
          "sum, the path is what steps side by side could reach")
@@ -144,8 +145,8 @@ def _compare(out: dict[str, Any], found: Mapping[str, Any]) -> None:
     out["measured"] = {"wall_s": found["wall_s"], "steps_s": steps, "gap_s": found["gap_s"], "read_gb_s": found["read_gb_s"],
                        "ratio": found["wall_s"] / out["predicted_s"], "tokens_s": out["tokens"] / found["wall_s"],
                        "cpu_share": found["cpu_share"]}
-    if found["cpu_share"] < OURS:                     # what is slow then says nothing about a kernel
-        out["findings"] = [f"other processes had these CPUs {1 - found['cpu_share']:.0%} of the time: measure again on a quiet machine"]
+    if lines := busy(found["cpu_share"]):             # what is slow then says nothing about a kernel
+        out["findings"] = lines
         return
     for row in out["kernels"]:
         if diagnose.far_off(row, steps): row["cause"] = diagnose.cause(row, found["read_gb_s"])
@@ -202,7 +203,7 @@ def _ratios(phases: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def show(report: Mapping[str, Any]) -> None:
     """The report as tables of about 100 columns."""
-    from ..console import pairs, size, table
+    from ..console import number, pairs, size, table
 
     p = report["peaks"]
     on_sheet = p["isa"] in targets.ARCHS                                   # a GPU that is not there
@@ -215,11 +216,11 @@ def show(report: Mapping[str, Any]) -> None:
         "attention": ", ".join(f"{d} {r:.0f} GFLOP/s" for d, r in p["attention_gflop_s"].items()),
         **({} if on_sheet else {"barrier": f"{p['barrier_s'] * 1e6:.2f} us"})})
     for phase in report["phases"]:
-        _show_phase(phase, size, table)
+        _show_phase(phase, number, size, table)
     print(textwrap.fill(f"critical path: {ALONE}", WIDTH) + "\n")
     _show_levers(report, table)
     if "ratios" in report:
-        rows = [(kind, f"{ratio:.2f}") for kind, ratio in report["ratios"].items()]
+        rows = [(kind, number(ratio, 2)) for kind, ratio in report["ratios"].items()]
         table("measured / predicted", ("kind of step", "median ratio"), rows, right=(1,))
 
 
@@ -242,22 +243,26 @@ def _say(line: str) -> None:
     print(textwrap.fill(line, WIDTH, initial_indent="  ", subsequent_indent="    "))
 
 
-def _show_phase(phase: Mapping[str, Any], size: Callable[[float], str], table: Callable[..., None]) -> None:
+def _show_phase(
+    phase: Mapping[str, Any], number: Callable[[float, int], str], size: Callable[[float], str], table: Callable[..., None],
+) -> None:
     measured = phase["measured"]
     took = "measured_s" if measured else "predicted_s"
+    unit, scale = ("us", 1e6) if phase["predicted_s"] < MICROSECONDS else ("ms", 1e3)
     most = [r for r in phase["kernels"] if r[took] >= SHOWN * sum(k[took] for k in phase["kernels"])]
-    rows = [(r["name"], r["calls"], f"{r['flops'] / 1e6:.{int(r['flops'] < 1e8)}f}", size(r["weights"]),
-             size(r["kv"]), f"{r['intensity']:.1f}", r["bound"], f"{r['predicted_s'] * 1e3:.3f}",
-             *((f"{r['measured_s'] * 1e3:.3f}", f"{r['ratio']:.2f}") if measured else ())) for r in most]
-    heads = ("kernel", "calls", "Mflop", "weights", "KV", "flop/B", "bound", "ms", *(("measured", "ratio") if measured else ()))
-    title = f"{phase['name']}: {phase['predicted_s'] * 1e3:.2f} ms predicted, {phase['tokens_s']:.0f} tokens/s, bound by {phase['bound']}"
-    if measured: title += f"; {measured['wall_s'] * 1e3:.2f} ms measured, {measured['ratio']:.2f} times that"
+    rows = [(r["name"], r["calls"], number(r["flops"] / 1e6, int(r["flops"] < 1e8)), size(r["weights"]),
+             size(r["kv"]), number(r["intensity"], 1), r["bound"], number(r["predicted_s"] * scale, 3),
+             *((number(r["measured_s"] * scale, 3), number(r["ratio"], 2)) if measured else ())) for r in most]
+    heads = ("kernel", "calls", "Mflop", "weights", "KV", "flop/B", "bound", unit, *(("measured", "ratio") if measured else ()))
+    title = (f"{phase['name']}: {number(phase['predicted_s'] * scale, 2)} {unit} predicted, {number(phase['tokens_s'], 0)} tokens/s, "
+             f"bound by {phase['bound']}")
+    if measured: title += f"; {number(measured['wall_s'] * scale, 2)} {unit} measured, {number(measured['ratio'], 2)} times that"
     table(title, heads, rows, right=(1, 2, 3, 4, 5, 7, 8, 9))
     path = phase["critical_path"]
     rest = sum(r[took] for r in phase["kernels"] if r not in most)
-    print(f"  {len(phase['kernels']) - len(most)} more kernels: {rest * 1e3:.3f} ms; "
-          f"critical path: {path['seconds'] * 1e3:.2f} of {path['all_seconds'] * 1e3:.2f} ms")
+    print(f"  {len(phase['kernels']) - len(most)} more kernels: {number(rest * scale, 3)} {unit}; "
+          f"critical path: {number(path['seconds'] * scale, 2)} of {number(path['all_seconds'] * scale, 2)} {unit}")
     for row in phase["kernels"]:
-        if "cause" in row: _say(f"{row['name']}: {row['ratio']:.2f}x the prediction; {row['cause']}")
+        if "cause" in row: _say(f"{row['name']}: {number(row['ratio'], 2)}x the prediction; {row['cause']}")
     for line in phase.get("findings", ()): _say(line)
     print()

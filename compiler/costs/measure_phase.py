@@ -4,6 +4,7 @@ from time import perf_counter, process_time
 from typing import TYPE_CHECKING, Any
 
 from ...runtime.batch import Work
+from ...runtime.environment import cpu_share
 from .cost import Phase
 
 if TYPE_CHECKING:
@@ -45,13 +46,13 @@ def measure(model: "Model", phase: Phase) -> dict[str, Any]:
             for kept, times in zip(steps, profiled, strict=True): kept.append([ns * 1e-9 for _, ns in times])
             walls.append(wall)
             gaps.append(gap)
-            shares.append(used / (wall * model.executor.threads))
+            shares.append(cpu_share(used, wall, model.executor.threads))
             reads.append(model.memory()["weights"] / read)
     finally:
         for sequence in sequences: sequence.close()
     return {"steps": [[statistics.median(s) for s in zip(*kept, strict=True)] for kept in steps],
             "wall_s": statistics.median(walls), "gap_s": statistics.median(gaps), "read_gb_s": statistics.median(reads),
-            "cpu_share": min(1.0, statistics.median(shares))}
+            "cpu_share": statistics.median(shares)}
 
 
 def _base(model: "Model", phase: Phase) -> tuple[int, ...]:

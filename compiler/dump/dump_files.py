@@ -1,5 +1,6 @@
 """Files of a dump: written aside and renamed, and one file per distinct tensor."""
 import json
+import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -16,8 +17,13 @@ from .stage import TENSOR, file_name
 
 
 def refuse_filled(folder: Path | None) -> None:
-    """Raise UserError when a dump would mix with what is in its folder."""
-    if folder is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    """Raise UserError when a dump would mix with what is in its folder, or a file stands where that is to be."""
+    if folder is None: return
+    there = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
+    if not there.is_dir():
+        what = "a file" if there.exists() else "a link to nothing"
+        raise UserError(f"the dump folder {folder} cannot be made: {there} is {what}; name a new folder")
+    if there == folder and any(folder.iterdir()):
         raise UserError(f"the dump folder {folder} is not empty: name a new one")
 
 

@@ -180,11 +180,12 @@ def main(forward: Forward, file: str) -> int:
     asked = parser.parse_args()
     try:
         report = judge(forward, Path(file).resolve())
+        lines, code = list(_lines(report)), 0 if report["passed"] else 1
     except UserError as error:
         print(f"infc: {error.message}", file=sys.stderr)
-        return error.exit_code
+        report, lines, code = {"error": {"message": error.message, "exit_code": error.exit_code}}, [], error.exit_code
     try:
-        print(json.dumps(report, indent=1) if asked.json else "\n".join(_lines(report)), flush=True)
+        for line in [json.dumps(report, indent=1)] if asked.json else lines: print(line, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())         # the reader left: nobody to tell
-    return 0 if report["passed"] else 1
+    return code

@@ -18,7 +18,7 @@ METADATA_ASSERTS = {torch.ops.aten._assert_tensor_metadata.default}          # w
 
 def lift(source: fx.Graph, program: ExportedProgram, names: list[str], outputs: Sequence[str] | None, prefix: str) -> Graph:
     """A Graph over the functional fx graph `source`, whose placeholders `program`'s signature describes."""
-    tensors = _weight_tensors(program)
+    tensors = _weight_tensors(program, prefix)
     graph, env = fx.Graph(), {}
     weights: dict[str, Tensor] = {}
     by_storage: dict[Any, fx.Node] = {}
@@ -49,7 +49,7 @@ def lift(source: fx.Graph, program: ExportedProgram, names: list[str], outputs: 
     return result
 
 
-def _weight_tensors(program: ExportedProgram) -> dict[str, tuple[str, Tensor]]:
+def _weight_tensors(program: ExportedProgram, prefix: str) -> dict[str, tuple[str, Tensor]]:
     """Placeholder name -> (path in the module, real tensor) for parameters, buffers and constants."""
     found: dict[str, tuple[str, Tensor]] = {}
     for spec in program.graph_signature.input_specs:
@@ -58,7 +58,7 @@ def _weight_tensors(program: ExportedProgram) -> dict[str, tuple[str, Tensor]]:
         path = str(spec.target)
         tensor = program.state_dict.get(path, program.constants.get(path))
         if not isinstance(tensor, Tensor):
-            raise UserError(f"{path} is a {type(tensor).__name__}: only tensors can be lifted out of the module")
+            raise UserError(f"{path.removeprefix(prefix)} is a {type(tensor).__name__}: only tensors can be lifted out of the module")
         found[spec.arg.name] = (path, tensor.detach())
     return found
 

@@ -30,15 +30,15 @@ class _GuardLog(logging.Handler):
 
 
 def explain(module: nn.Module, inputs: Sequence[Tensor], names: Sequence[str],
-            dynamic: Mapping[str, Mapping[int, str]], message: str) -> str:
-    """One line for a failed export: each dim that became a constant, and the model's line that made it so.
+            dynamic: Mapping[str, Mapping[int, str]], message: str, called: str) -> str:
+    """One line for a failed export of what a person calls so: each dim that became a constant, and the model's line that made it so.
 
     `message` is export's own ("... marked S as dynamic but your code specialized it to be a constant (5)"). The export is
     run once more with sizes free to specialize, listening to the guards as they are added.
     """
     fixed = re.findall(r"marked (\w+) as dynamic but your code specialized it to be a constant \((\d+)\)", message)
     if not fixed:
-        return f"{type(module).__name__} cannot keep its sizes dynamic: {message.strip().splitlines()[0]}"
+        return f"{called} cannot keep its sizes dynamic: {message.strip().splitlines()[0]}"
     shapes = tuple(dict.fromkeys(dynamic.get(name, {}), Dim.AUTO) for name in names)
     log, logger = _GuardLog(), logging.getLogger(LOGGER)
     level, propagate = logger.level, logger.propagate
@@ -57,4 +57,4 @@ def explain(module: nn.Module, inputs: Sequence[Tensor], names: Sequence[str],
         line = next((line for guard, line in log.guards if re.search(rf"Eq\(\w+, {value}\)", guard)), "")
         axes = [f"axis {axis} of {name}" for name in names for axis, d in dynamic.get(name, {}).items() if d == dim]
         parts.append(f"{dim} ({', '.join(axes)}) can only be {value}" + (f": {line}" if line else ""))
-    return f"{type(module).__name__} fixes a size that was asked to be dynamic: {'; '.join(parts)}"
+    return f"{called} fixes a size that was asked to be dynamic: {'; '.join(parts)}"

@@ -34,21 +34,23 @@ def capture_module(module: nn.Module, inputs: Sequence[Tensor], dynamic: Dynamic
     """The module as a Graph in the captured dialect.
 
     `inputs` are examples: each dynamic axis at least 2, and no two dims equal (a size of 0 or 1, or equal sizes, would be
-    baked in). `prefix` is cut off module paths and weight names (a wrapper's attribute). `known` is where the graph of this very
-    module may be kept: it is read back then instead of traced, and checked like any other.
+    baked in). `prefix` is cut off module paths and weight names (a wrapper's attribute, and messages name what it holds). `known` is
+    where the graph of this very module may be kept: it is read back then instead of traced, and checked like any other.
     Raises UserError for a module that cannot be captured as it is (training mode, weights that are not finite, data-dependent
     control flow, a dynamic size the code fixes), CheckFailed when graph and module disagree.
     """
     dynamic = dynamic or {}
     inputs = tuple(inputs)
     names = input_names(module, len(inputs))
-    _check_request(module, names, inputs, dynamic)
-    _check_finite(module, prefix)
+    given: nn.Module = getattr(module, prefix.removesuffix("."), module) if prefix else module
+    called = (meta or {}).get("name") or type(given).__name__
+    _check_request(given, names, inputs, dynamic)
+    _check_finite(given)
     sizes = {dim: x.shape[axis] for name, x in zip(names, inputs, strict=True) for axis, dim in dynamic.get(name, {}).items()}
     graph = found = known.take(module, sizes) if known else None
     if graph is None:
-        program = _export(module, names, inputs, dynamic)
-        graph = lift(*_functional(program), names, outputs, prefix)
+        program = _export(module, names, inputs, dynamic, called)
+        graph = lift(*_functional(program, prefix), names, outputs, prefix)
         graph.symbols = _symbols(graph, dynamic)
     graph.meta = dict(meta or {})
     by_index = {i: dynamic[name] for i, name in enumerate(names) if name in dynamic}
@@ -102,11 +104,11 @@ def _check_request(module: nn.Module, names: list[str], inputs: tuple[Tensor, ..
             raise UserError(f"dims {dim} and {twins[0]} are both {size} in the example inputs: give them different sizes")
 
 
-def _check_finite(module: nn.Module, prefix: str) -> None:
+def _check_finite(module: nn.Module) -> None:
     """No weight holds NaN or infinity: whatever reads it would be noise. Buffers may hold infinity, as masks do."""
     for name, weight in module.named_parameters():
         if weight.is_floating_point() and weight.numel() and not all(end.isfinite() for end in weight.detach().aminmax()):
-            raise UserError(f"weight {name.removeprefix(prefix)}: {not_finite(weight)}; mend the checkpoint")
+            raise UserError(f"weight {name}: {not_finite(weight)}; mend the checkpoint")
 
 
 def _check_deterministic(graph: Graph) -> None:
@@ -131,7 +133,7 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
 
 # ---------------------------------------------------------------------------------------------------------------- export
 
-def _export(module: nn.Module, names: list[str], inputs: tuple[Tensor, ...], dynamic: Dynamic) -> ExportedProgram:
+def _export(module: nn.Module, names: list[str], inputs: tuple[Tensor, ...], dynamic: Dynamic, called: str) -> ExportedProgram:
     dims = {name: Dim(name) for axes in dynamic.values() for name in axes.values()}
     shapes = tuple({axis % x.dim(): dims[d] for axis, d in dynamic.get(name, {}).items()} for name, x in zip(names, inputs, strict=True))
     try:
@@ -140,8 +142,8 @@ def _export(module: nn.Module, names: list[str], inputs: tuple[Tensor, ...], dyn
     except GuardOnDataDependentSymNode as error:
         raise UserError(f"the module decides on the values of a tensor, which a graph cannot: {user_line(error)}") from error
     except EXPORT_ERRORS as error:
-        reason = explain(module, inputs, names, dynamic, str(error)) if "specialized" in str(error) else None
-        raise UserError(reason or f"{type(module).__name__} cannot be captured: {first_line(error)} {user_line(error)}") from error
+        reason = explain(module, inputs, names, dynamic, str(error), called) if "specialized" in str(error) else None
+        raise UserError(reason or f"{called} cannot be captured: {first_line(error)} {user_line(error)}") from error
 
 
 def _as_signature(module: nn.Module, names: list[str], shapes: tuple[Any, ...]) -> Any:
@@ -154,23 +156,24 @@ def _as_signature(module: nn.Module, names: list[str], shapes: tuple[Any, ...]) 
     return (*shapes[:starred], tuple(shapes[starred:]))
 
 
-def _functional(program: ExportedProgram) -> tuple[fx.Graph, ExportedProgram]:
+def _functional(program: ExportedProgram, prefix: str) -> tuple[fx.Graph, ExportedProgram]:
     """The program's graph without mutation and aliasing composites, and the program whose signature describes it."""
-    _check_mutations(program)
+    _check_mutations(program, prefix)
     graph = composites.lower(program.graph)
     if graph is None:
         program = program.run_decompositions({})
-        _check_mutations(program)
+        _check_mutations(program, prefix)
         graph = fx.Graph()
         graph.output(graph.graph_copy(program.graph, {}))
     return graph, program
 
 
-def _check_mutations(program: ExportedProgram) -> None:
+def _check_mutations(program: ExportedProgram, prefix: str) -> None:
     signature = program.graph_signature
-    written = {**signature.buffers_to_mutate, **signature.user_inputs_to_mutate}
+    written = {**signature.buffers_to_mutate, **signature.user_inputs_to_mutate}.values()
     if written:
-        raise UserError(f"the module writes to {', '.join(map(str, written.values()))} while it runs; a stateless forward is needed")
+        names = ", ".join(str(name).removeprefix(prefix) for name in written)
+        raise UserError(f"the module writes to {names} while it runs; a stateless forward is needed")
 
 
 def _symbols(graph: Graph, dynamic: Dynamic) -> dict[str, str]:

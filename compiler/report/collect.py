@@ -18,7 +18,8 @@ def collect(artifact: Artifact, peaks: Peaks | None = None, measured: Mapping[st
     """The data behind the page.
 
     peaks: of the machine that predictions are for; without them there are none. measured: what was found by running the artifact:
-    {"golden": runtime.golden.GoldenReport as data, "kernels": roofline.Measured, "phases": {phase name: seconds}}.
+    {"golden": runtime.golden.GoldenReport as data, "kernels": roofline.Measured, "phases": {phase name: seconds},
+    "findings": what is to be said of it}.
     Raises RuntimeFault when a file of the artifact is damaged.
     """
     manifest, report = artifact.manifest, artifact.report("passes", "coverage", "graph_error", "seconds")

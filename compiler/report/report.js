@@ -55,6 +55,11 @@ function small(value) {
   if (value === 0) return "0";
   return value >= 0.001 && value < 1000 ? String(Number(value.toPrecision(3))) : value.toExponential(1).replace(".0e", "e");
 }
+/* So many decimals, or two digits that count where those would leave fewer: as console.number. */
+function fixed(value, places) {
+  const fewer = value !== 0 && Math.abs(value) < 10 ** (1 - places);
+  return value.toFixed(fewer ? 1 - Math.floor(Math.log10(Math.abs(value))) : places);
+}
 function percent(share) {
   const value = 100 * share;
   if (value === 0) return "0 %";
@@ -136,7 +141,7 @@ function overview() {
     ["Placement", `steps by backend: ${Object.entries(h.coverage.steps).map(([name, count]) => `${name} ${count}`).join(", ")}`],
     ["Target", `${h.target}${h.isa.length ? `: needs ${h.isa.join(" ")}` : ""}`], ["Source", h.source || "not recorded"],
     ["Made with", Object.entries(h.created_with).map(([name, version]) => `${name} ${version.split(" -")[0]}`).join(", ")],
-    ["Version", h.version],
+    ["Version", h.version], ...(measured ? measured.findings : []).map((line) => ["Measured", line]),
   ];
   $("overview").append(
     el("div", { class: "title" }, el("h1", {}, h.name), chip(h.dtype), chip(h.target), chip(h.contract, h.contract)),
@@ -514,8 +519,8 @@ function dataTable(columns, rows) {
 const cutTable = (rows) => dataTable([
   ["operator", (c) => el("span", { class: "mono dim" }, c.op)], ["calls", (c) => c.calls, true],
   ["cut", (c) => el(c.runs ? "strong" : "span", { class: "mono" }, c.runs ? `${c.name}, runs` : c.name)], ["registers", (c) => c.registers, true],
-  ["programs/SM", (c) => c.programs_per_sm, true], ["waves", (c) => c.waves.toFixed(2), true], ["predicted µs", (c) => c.predicted_us.toFixed(2), true],
-  ["measured µs", (c) => c.measured_us ? c.measured_us.toFixed(2) : "–", true]], rows);
+  ["programs/SM", (c) => c.programs_per_sm, true], ["waves", (c) => fixed(c.waves, 2), true], ["predicted µs", (c) => fixed(c.predicted_us, 2), true],
+  ["measured µs", (c) => c.measured_us ? fixed(c.measured_us, 2) : "–", true]], rows);
 
 const droppedTable = (rows) => dataTable([
   ["operator", (c) => el("span", { class: "mono dim" }, c.op)], ["cut", (c) => el("span", { class: "mono" }, c.candidate)], ["dropped because", (c) => c.reason]], rows);

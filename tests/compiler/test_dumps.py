@@ -23,6 +23,7 @@ from infc.compiler.ops import aten
 from infc.compiler.pipeline import run_pipeline
 from infc.compiler.rewrite import APPROXIMATE, Pass, Rule
 from infc.runtime.program import Buffer, Kernel, Program, Step
+from tiny_artifact import infc
 
 DOUBLE = Rule("double", lambda x: aten.add.Tensor(x, x), lambda x: aten.mul.Tensor(x, 2))
 WRONG = Rule("wrong", lambda x: aten.add.Tensor(x, x), lambda x: aten.mul.Tensor(x, 3))
@@ -156,8 +157,11 @@ def test_a_damaged_dump_is_one_line(tiny, tmp_path, harm, capsys, monkeypatch):
     harms[harm]()
     monkeypatch.setattr(sys, "argv", [str(file)])
     assert stage.main(forward_of(file), str(file)) == 2
-    said = capsys.readouterr().err
-    assert str(victim) in said and said.count("\n") == 1
+    out, said = capsys.readouterr()
+    assert str(victim) in said and said.count("\n") == 1 and not out
+    monkeypatch.setattr(sys, "argv", [str(file), "--json"])
+    assert stage.main(forward_of(file), str(file)) == 2
+    assert json.loads(capsys.readouterr().out) == {"error": {"message": said.removeprefix("infc: ").rstrip("\n"), "exit_code": 2}}
 
 
 def test_no_half_file(tmp_path, monkeypatch):
@@ -183,10 +187,21 @@ def test_an_interrupted_dump_has_no_stage_without_its_weights(tmp_path, monkeypa
 
 
 def test_a_folder_with_something_in_it_is_refused(tmp_path):
-    refuse_filled(None), refuse_filled(tmp_path / "new"), refuse_filled(tmp_path)
+    refuse_filled(None), refuse_filled(tmp_path / "new" / "inner"), refuse_filled(tmp_path)
     (tmp_path / "x").write_text("")
-    for path in (tmp_path, tmp_path / "x"):
-        with pytest.raises(UserError, match="is not empty: name a new one"): refuse_filled(path)
+    with pytest.raises(UserError, match="is not empty: name a new one"): refuse_filled(tmp_path)
+
+
+def test_a_file_where_the_folder_would_be_is_told_before_the_model_is_read(tmp_path):
+    """It, or one above it; a link to nothing is in the way too."""
+    file, link = tmp_path / "x", tmp_path / "link"
+    file.write_text("")
+    link.symlink_to(tmp_path / "nothing")
+    for dump, told in ((file, f"{file} is a file"), (file / "a" / "b", f"{file} is a file"), (link, f"{link} is a link to nothing")):
+        done = infc("compile", "tiny", "--dump", dump, "-o", tmp_path / "a.infc")
+        assert (done.returncode, done.stderr) == (
+            2, f"infc: the dump folder {dump} cannot be made: {told}; name a new folder\n")
+    assert sorted(tmp_path.iterdir()) == [link, file]
 
 
 PROGRAM = Program(

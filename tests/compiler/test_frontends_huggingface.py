@@ -3,6 +3,7 @@ import copy
 import json
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,6 +86,42 @@ def test_a_model_in_memory() -> None:
         capture(model.train())
     graph = capture(model.eval())
     assert graph.meta["kv_heads"] == 2 and graph.meta["tokenizer_json"] is None
+
+
+def _raises(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    raise ValueError("no such thing")
+
+
+def _writes(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    return model.lm_head.weight[ids] * model.count.add_(1)
+
+
+def _fixes_the_length(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    return model.lm_head.weight[ids].reshape(-1, 7, 48)
+
+
+def _asks_for_a_value(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    return model.lm_head.weight[ids] * (2 if ids.sum() > 0 else 1)
+
+
+@pytest.mark.parametrize(("forward", "said"), [
+    (_raises, "^LlamaForCausalLM cannot be captured: no such thing"), (_writes, "^the module writes to count while"),
+    (_fixes_the_length, "^LlamaForCausalLM fixes a size"), (_asks_for_a_value, "decides on the values"),
+])
+def test_messages_name_what_was_given(forward: Any, said: str) -> None:
+    """Not the module that infc puts around it, nor paths in that one."""
+    model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
+    model.register_buffer("count", torch.zeros(1))
+    model.forward = lambda input_ids, **_: SimpleNamespace(logits=forward(model, input_ids))
+    with pytest.raises(UserError, match=said) as caught: capture(model)
+    assert "Stateless" not in str(caught.value) and "hf" not in str(caught.value)
+
+
+def test_training_mode_is_told_by_the_modules_own_path() -> None:
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).train()
+    with pytest.raises(UserError, match=r"^the module \(LlamaForCausalLM\) is in training mode"): capture(model)
+    model.eval().model.layers[1].mlp.train()
+    with pytest.raises(UserError, match=r"^model\.layers\.1\.mlp \(LlamaMLP\) is in training mode"): capture(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -248,6 +249,16 @@ def test_command(tmp_path: Path):
     assert found["measured"]["golden"]["passed"] and set(found["measured"]["phases"]) == {s["name"] for s in found["speed"]}
     assert all(p["measured_s"] > 0 for phase in found["roofline"]["phases"] for p in phase["points"])
     assert [f.name for f in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_times_of_a_busy_machine_are_said_to_be_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from infc.compiler.costs import measure_phase
+
+    monkeypatch.setattr(measure_phase, "process_time", lambda: 0.5 * time.perf_counter())
+    out, line = tmp_path / "report.html", "other processes had these CPUs 50% of the time: measure again on a quiet machine"
+    done = infc("report", tiny(), "-o", out, "--measured", "--threads", 1)
+    assert done.returncode == 0 and f"  {line}\n" in done.stderr
+    assert json.loads(re.search(r'type="application/json">(.*?)</script>', out.read_text())[1])["measured"]["findings"] == [line]  # type: ignore[index]
 
 
 def test_bad_input_is_one_line(tmp_path: Path):

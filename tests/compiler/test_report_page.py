@@ -53,6 +53,11 @@ def open_all(browser: chromium.Page, side: str) -> None:
 CAPTURED, FINAL = "#graph .side:first-child", "#graph .side:last-child"
 
 
+def test_says_that_its_times_are_of_a_busy_machine(browser: chromium.Page, data: dict[str, Any], tmp_path: Path):
+    found = {"golden": {"error": 0.0, "top1": 1.0}, "phases": {s["name"]: 1e-3 for s in data["speed"]}, "findings": ["others ran too"]}
+    assert "others ran too" in texts(shown(browser, data | {"measured": found}, tmp_path), ".facts dd")
+
+
 @pytest.mark.parametrize("dark", [False, True])
 def test_draws_everything_in_both_schemes(browser: chromium.Page, data: dict[str, Any], tmp_path: Path, dark: bool):
     at = shown(browser, data, tmp_path, dark=dark)
@@ -73,12 +78,12 @@ def test_cuts_are_shown_where_kernels_have_some(browser: chromium.Page, data: di
     assert not [title for title in texts(at, "#programs h3") if title.startswith("Cuts")]            # of a CPU's kernels there are none
     cut = {"op": "infc.linear", "calls": 2, "name": "64x32", "runs": False, "registers": 90, "programs_per_sm": 2, "waves": 1.5,
            "predicted_us": 12.0, "measured_us": None}
-    found = {"kept": [cut, cut | {"name": "16x64", "runs": True, "measured_us": 7.25}],
+    found = {"kept": [cut, cut | {"name": "16x64", "runs": True, "measured_us": 7.25, "waves": 0.004}],
              "dropped": [{"op": "infc.linear", "candidate": "128x8", "reason": "needs 300 KiB of <shared> memory"}]}
     at = shown(browser, data | {"choices": data["choices"] | {next(iter(data["kernels"])): found}}, tmp_path)
     assert len([title for title in texts(at, "#programs h3") if title.startswith("Cuts")]) == 2
     assert texts(at, "#programs strong.mono") == ["16x64, runs"]
-    assert {"64x32", "90", "1.50", "12.00", "7.25", "128x8", "needs 300 KiB of <shared> memory"} <= set(texts(at, "#programs td"))
+    assert {"64x32", "90", "1.50", "0.0040", "12.00", "7.25", "128x8", "needs 300 KiB of <shared> memory"} <= set(texts(at, "#programs td"))
 
 
 def test_nothing_overlaps_or_leaves_its_plot(browser: chromium.Page, data: dict[str, Any], tmp_path: Path):
