@@ -57,8 +57,7 @@ def test_a_file_counts_by_what_is_in_it(tmp_path: Path) -> None:
         assert key(Options(**{name: tmp_path / "a" / "r.yaml"})) == key(Options(**{name: tmp_path / "again"}))
 
 
-@pytest.mark.parametrize("change", ["layers", "q_heads", "kv_heads", "rms_eps", "rope_theta", "a weight's last bit"])
-def test_the_artifacts_key_counts_what_the_graph_is(change: str) -> None:
+def test_the_artifacts_key_counts_what_the_graph_is() -> None:
     from decoders import captured
 
     def made(change: str = "") -> str:
@@ -77,4 +76,5 @@ def test_the_artifacts_key_counts_what_the_graph_is(change: str) -> None:
             graph.weights[name] = bits.view(torch.float32)
         return keys.version(graph, [], Options(), "isa", "toolchain")
 
-    assert made() == made() != made(change)
+    found = [made(change) for change in ("", "layers", "q_heads", "kv_heads", "rms_eps", "rope_theta", "a weight's last bit")]
+    assert made() == found[0] and len(set(found)) == len(found)

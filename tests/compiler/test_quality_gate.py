@@ -23,6 +23,12 @@ def captured():
     return capture(MODEL)
 
 
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two windows rather than eight, where what is told does not hang on how many there are."""
+    monkeypatch.setattr(gate, "GATE", replace(gate.GATE, windows=2, lengths=(384,), depths=(0.5,)))
+
+
 def judged(captured, options: driver.Options, **changes):
     """The gate's report of the graph that a compile makes, in eager PyTorch."""
     one = Gate(captured, options.data, options.quality, lambda line: None)
@@ -55,6 +61,7 @@ def test_an_honest_quantization_passes_and_is_described(captured):
     assert told.verified and (told.ppl, told.kl, told.tokens, told.data) == (found["ppl"], found["kl"], 2040, found["data"])
 
 
+@pytest.mark.usefixtures("brief")
 @pytest.mark.parametrize("quality", [None, "kl<=1e9", "kl<=1e-3,layer<=0.9"])
 @pytest.mark.parametrize("quant", ["w8", "w4"])
 def test_doubled_scales_of_one_layer_are_refused_by_name(captured, monkeypatch: pytest.MonkeyPatch, quant: str, quality: str | None):
@@ -67,12 +74,14 @@ def test_doubled_scales_of_one_layer_are_refused_by_name(captured, monkeypatch: 
     assert re.search(rf"layer \S+, layer<=0.[59] allows 0.[59] .*{blamed}", refused.value.message)
 
 
+@pytest.mark.usefixtures("brief")
 def test_a_layer_may_be_allowed_to_be_wrong(captured, monkeypatch: pytest.MonkeyPatch):
     plant(monkeypatch, 2.0)
     found = judged(captured, replace(OPTIONS, quality="layer<=2"))
     assert found["limits"] == "layer<=2" and max(layer["error"] for layer in found["layers"]) == pytest.approx(1, rel=0.1)
 
 
+@pytest.mark.usefixtures("brief")
 def test_the_same_limits_hold_without_the_fault(captured):
     judged(captured, replace(OPTIONS, quality="kl<=1e-3"))
 
@@ -84,6 +93,7 @@ def test_what_the_captured_model_cannot_do_certifies_nothing():
         gate.judge(found, limits.parse("json>=1"), [])
 
 
+@pytest.mark.usefixtures("brief")
 def test_a_limit_that_the_format_misses_blames_the_format(captured):
     with pytest.raises(CheckFailed, match="no layer stands out: it is the format"):
         judged(captured, replace(OPTIONS, quant="w4:channel", quality="kl<=1e-5"))
