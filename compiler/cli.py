@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that unfinished files are removed
     try:
         code = _run(list(sys.argv[1:] if arguments is None else arguments))
-        sys.stdout.flush()
+        if sys.stdout: sys.stdout.flush()                        # none where the caller closed it
         return code
     except OSError as error:                                     # of stdout: what waits to be written to it goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -96,7 +96,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     """The exit code of a command, what went wrong told. BrokenPipeError where nobody reads what it prints."""
-    as_json = "--json" in arguments[:arguments.index("--") if "--" in arguments else None]     # also where they cannot be parsed
+    asked = arguments[:arguments.index("--") if "--" in arguments else None]
+    as_json = any(argument.partition("=")[0] == "--json" for argument in asked)                # also where they cannot be parsed
     try:
         command = typer.main.get_command(app)
         with command.make_context("infc", arguments) as context: command.invoke(context)

@@ -18,6 +18,7 @@ from ..runtime.session import load
 from ..runtime.writer import amend
 from . import debug, keys, misses, targets, verification
 from .costs.cost_table import CostTable
+from .dump.dump_files import refuse_within
 from .dump.dump_programs import write_programs
 from .errors import UserError
 from .files import named_artifact, write_whole
@@ -77,6 +78,7 @@ def compile(
     clock = Clock(listen, 8 if gated(options) else 7)
     path = _output(model, output)
     refuse_place(path, options.force)              # now, rather than after a minute of work
+    refuse_within(options.dump or debug.dump(), path)
     beside = recipe.beside(path, options.force) if options.quant == AUTO else None
     with clock.phase("reuse", "looking for the same compile"):
         entry = _entry(model, options, target.isa, toolchain.identity, lambda line: listen(Event("note", "reuse", line)))

@@ -28,6 +28,10 @@ def load(path: Path) -> dict[str, Any]:
     missing = [name for name in (*MUST_AGREE, *SHOWN) if not isinstance(report, dict) or name not in report]
     if missing:
         raise RuntimeFault(f"{path}: is no measurement, it has no {missing[0]!r}; give a file that `infc bench ARTIFACT -o FILE` wrote")
+    findings = report.get("findings", [])                # files of before have none
+    if not (isinstance(findings, list) and all(isinstance(line, str) for line in findings)):
+        raise RuntimeFault(f"{path}: is no measurement, its findings are {findings!r}; "
+                           "give a file that `infc bench ARTIFACT -o FILE` wrote")
     return report
 
 

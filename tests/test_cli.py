@@ -268,6 +268,9 @@ def test_bench_compare_refuses_what_differs(tmp_path: Path, field: str, value: o
     refused = infc("bench", "compare", tmp_path / "a.json", tmp_path / "b.json")
     assert refused.returncode == 2 and refused.stdout == ""
     assert refused.stderr.startswith(f"infc: these cannot be compared: {field} is ") and refused.stderr.count("\n") == 1
+    (tmp_path / "b.json").write_text(json.dumps(report | {"findings": None}))
+    refused = infc("bench", "compare", tmp_path / "a.json", tmp_path / "b.json")
+    assert refused.returncode == 2 and "b.json: is no measurement, its findings are None" in refused.stderr
 
 
 def test_comparison_knows_which_way_is_better():

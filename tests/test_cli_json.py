@@ -50,6 +50,16 @@ def test_a_mistake(arguments: tuple[str, ...], said: str):
     assert set(found) == {"error"} and said in found["error"]["message"]
 
 
+def test_a_json_that_is_misspelt_is_still_asked_for():
+    assert "does not take a value" in told(infc("models", "--json=1"), 2)["error"]["message"]
+
+
+def test_a_closed_stdout_changes_no_exit_code():
+    for arguments, code in ((("inspect", str(tiny()), "--json"), 0), (("inspect", "none.infc", "--json"), 2)):
+        done = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *INFC, *arguments], capture_output=True, text=True, check=False)
+        assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
+
+
 def test_nothing_on_stdout_where_json_was_not_asked_for():
     """A --json behind -- is no option."""
     for arguments in (("models", "--frobnicate"), ("models", "--frobnicate", "--", "--json")):
@@ -61,6 +71,7 @@ def test_a_failed_check_has_its_findings_beside_the_error(monkeypatch: pytest.Mo
     real = golden.replay
     monkeypatch.setattr(golden, "replay", lambda model: msgspec.structs.replace(real(model), passed=False))
     found = told(infc("verify", tiny(), "--json"), 1)
+    assert 0 <= found["largest_error"] <= found["bound"]
     assert found["hashed"] and found["replayed"] and not found["passed"] and "its answers differ" in found["error"]["message"]
     found = told(infc("check", tiny(), "--target", "h100", "--json"), 2)
     assert not found["runs"] and found["reasons"] == [found["error"]["message"].removeprefix(f"{tiny()}: ")]

@@ -27,6 +27,12 @@ def refuse_filled(folder: Path | None) -> None:
         raise UserError(f"the dump folder {folder} is not empty: name a new one")
 
 
+def refuse_within(folder: Path | None, artifact: Path) -> None:
+    """Raise UserError when a dump would stand where the artifact is to be, or in it."""
+    if folder is not None and artifact.absolute() in (folder.absolute(), *folder.absolute().parents):
+        raise UserError(f"the dump folder {folder} is where the artifact {artifact} is to be: name another")
+
+
 def write_whole(path: Path, data: str | bytes) -> None:
     """`files.write_whole` of a part of a dump."""
     files.write_whole(path, data, what="the dump", instead="name another folder with --dump", parents=True)

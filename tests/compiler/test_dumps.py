@@ -13,7 +13,7 @@ import torch
 from golden import trace
 from infc import passes
 from infc.backends.cpu.toolchain import assembly
-from infc.compiler import files
+from infc.compiler import driver, files
 from infc.compiler.dump import stage
 from infc.compiler.dump.dump_files import refuse_filled, write_whole
 from infc.compiler.dump.dump_programs import program_json, program_text, write_programs
@@ -190,6 +190,14 @@ def test_a_folder_with_something_in_it_is_refused(tmp_path):
     refuse_filled(None), refuse_filled(tmp_path / "new" / "inner"), refuse_filled(tmp_path)
     (tmp_path / "x").write_text("")
     with pytest.raises(UserError, match="is not empty: name a new one"): refuse_filled(tmp_path)
+
+
+def test_a_dump_does_not_stand_where_the_artifact_is_to_be(tmp_path):
+    artifact = tmp_path / "a.infc"
+    for dump in (artifact, artifact / "dump" / "x"):
+        with pytest.raises(UserError, match=r"is where the artifact .*a\.infc is to be"):
+            driver.compile("no such model", artifact, options=driver.Options(dump=dump))
+    assert not artifact.exists()
 
 
 def test_a_file_where_the_folder_would_be_is_told_before_the_model_is_read(tmp_path):
