@@ -21,6 +21,7 @@ from ..compiler.errors import CheckFailed
 from ..compiler.ir import Graph, argument, fake_mode, fake_propagate
 from ..compiler.layout import MOVES
 from ..compiler.ops import aten, infc
+from ..compiler.ops.linear_quantized import BF16_MAX_K
 from ..compiler.rewrite import APPROXIMATE, Measured, Pass, Report, emit
 
 PRODUCTS = {infc.linear.default, infc.linear_swiglu.default}
@@ -56,7 +57,7 @@ def run(graph: Graph, report: Report) -> int:
         fired += 1
     rows = report.options.get("bf16_rows", 0) if dtype == torch.bfloat16 else 0
     for node in [n for n in graph.nodes if rows and n.target in CODED_PRODUCTS and argument(n, "act_bits") == 16]:
-        if argument(node, "bf16_rows") == rows: continue
+        if argument(node, "bf16_rows") == rows or node.args[0].meta["val"].shape[-1] > BF16_MAX_K: continue
         if not report.may_fire(): break
         _set(node, bf16_rows=rows)
         fired += 1

@@ -5,6 +5,7 @@ import torch
 from torch import fx
 
 from ...compiler.ops.codes import ROW_LIMIT
+from ...compiler.ops.linear_quantized import BF16_MAX_K
 from ..launch import Arg, Context, Launch, Out, Weight
 from .pack import CODED, Coded
 from .spelling import ACT, CTYPE, MAX_K, Named, ctypes_of, floats, plain, short, value
@@ -30,7 +31,7 @@ def _refuse_product(a: Named) -> str | None:
     if not a["act_bits"]: return "the kernel multiplies codes, and act_bits 0 leaves x as it is: w8, w4 or a8 have a kernel"
     if a["act_bits"] not in ROW_LIMIT or a["act_group"] not in ACT_GROUPS:
         return f"x in codes of {a['act_bits']} bits in groups of {a['act_group']}: the kernel knows 8 and 16, groups of 32 and whole rows"
-    k, most = value(a["x"]).shape[-1], MAX_K // 2 if a["bf16_rows"] else MAX_K          # half: a panel in bf16 lies beside the rows
+    k, most = value(a["x"]).shape[-1], BF16_MAX_K if a["bf16_rows"] else MAX_K
     return f"K = {k} > {most}: rows of x do not fit the scratch" if k > most else None
 
 

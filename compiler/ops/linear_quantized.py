@@ -12,6 +12,9 @@ from .codes import rounded_rows, row_values, weight
 from .registry import Cost, compute_dtype, nbytes, operator, out_bytes
 from .swiglu import activation
 
+BF16_MAX_K = 16_384
+"""Longest rows that bf16_rows is given for: 32 columns of the weight in bf16 are then 1 MiB, half of a CPU thread's scratch."""
+
 
 def _product(
     x: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None, bits: int, group: int, act_bits: int, act_group: int,

@@ -146,7 +146,7 @@ void Coded<X, B, G, O, AB, AG>::panel(const void* x, const char* weights, int64_
         f32x16 total[R][V], scale[V], offset[V];
 #pragma GCC unroll 16
         for (int i = 0; i < R * V; i++) total[i / V][i % V] = splat(0.0f);
-        for (int64_t left = W::blocks(k), in_group = 0; left > 0; left--, in_group--, row += R, w += W::CODES, next += W::CODES / 128 * ahead.line) {
+        for (int64_t left = W::blocks(k), in_group = 0; left > 0; left--, in_group--) {
             if (in_group == 0) {
                 in_group = W::IN_GROUP;
 #pragma GCC unroll 2
@@ -168,6 +168,7 @@ void Coded<X, B, G, O, AB, AG>::panel(const void* x, const char* weights, int64_
                                           : fma(floats(sum[r][v]) * scale[v], splat(row[r].scale), total[r][v]);
                     if (O && (in_group == 1 || left == 1)) total[r][v] = fma(offset[v], splat(row[r].sum), total[r][v]);
                 }
+            row += R, w += W::CODES, next += W::CODES / 128 * ahead.line;
         }
 #pragma GCC unroll 16
         for (int i = 0; i < R * V; i++) {

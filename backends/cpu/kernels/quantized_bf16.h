@@ -9,9 +9,9 @@
 #if defined(__AVX512BF16__)
 namespace infc {
 
-// Four codes of each of 16 columns as bf16, two k to a word. A code goes to the top of the fraction of 1.0, where it is worth code / 2**BITS
-// (a shift and a merge, which leave the pipes of the multiplications alone), and one fma takes the one off again: exactly, as a scale
-// has 11 bits. An offset then rounds once, and bf16 once more.
+// Four codes of each of 16 columns as bf16, two k to a word. A code goes to the top of the fraction of 1.0, where it is worth
+// code / 2**BITS (a shift and a merge, which leave the pipes of the multiplications alone), and one fma takes the one off again:
+// exactly, as a scale has 11 bits. An offset then rounds once, and bf16 once more.
 template <class W> struct Bf16Codes {
     f32x16 scale, less, offset;
     INFC_INLINE void head(const char* group, int v) {
@@ -25,12 +25,13 @@ template <class W> struct Bf16Codes {
         const int up = 23 - W::WIDTH - low;
         const __m512i mask = _mm512_set1_epi32(((1 << W::WIDTH) - 1) << (23 - W::WIDTH)), one = _mm512_set1_epi32(0x3f800000);
         const __m512i placed = up < 0 ? _mm512_srli_epi32(bytes, unsigned(-up)) : _mm512_slli_epi32(bytes, unsigned(up));
-        const f32x16 x = fma(f32x16(_mm512_castsi512_ps(_mm512_ternarylogic_epi32(placed, mask, one, 0xea))), scale, less);   // (a & b) | c
+        const __m512i number = _mm512_ternarylogic_epi32(placed, mask, one, 0xea);     // (placed & mask) | one
+        const f32x16 x = fma(f32x16(_mm512_castsi512_ps(number)), scale, less);
         return (__m512)(W::OFFSETS ? x + offset : x);
     }
     INFC_INLINE void pair(char* to, __m512i bytes, int low) const {
-        const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3,
-                                               18, 2, 17, 1, 16, 0);
+        const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4,
+                                               19, 3, 18, 2, 17, 1, 16, 0);
         const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(value(bytes, low + 8), value(bytes, low));
         _mm512_storeu_si512(to, _mm512_permutexvar_epi16(order, both));
     }

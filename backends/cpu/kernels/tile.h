@@ -88,7 +88,9 @@ template <class T, int R, int V, int LDA> struct Tile {
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) Dot<T>::template row<V>(sum[u][r], rhs, a + r * LDA);
     }
-    INFC_INLINE void steps(const L* a, const char* w, int64_t w_stride, int64_t n, const char* next) { steps(a, w, w_stride, n, next, w_stride); }
+    INFC_INLINE void steps(const L* a, const char* w, int64_t w_stride, int64_t n, const char* next) {
+        steps(a, w, w_stride, n, next, w_stride);
+    }
     INFC_INLINE void steps(const L* a, const char* w, int64_t w_stride, int64_t n, const char* next, int64_t n_stride) {
         int64_t s = 0;
 #pragma GCC unroll 2
