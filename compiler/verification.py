@@ -25,6 +25,7 @@ from .divergence import LARGEST, NARROW, narrow
 from .errors import CheckFailed
 from .ir import Graph, argument
 from .ops import BLOCK, infc
+from .ops.linear_quantized import PRODUCTS
 from .step_batch import Pool, step_inputs
 
 ROWS = 8
@@ -34,7 +35,6 @@ SHORT = (1, 9, 37, 140)
 """Lengths besides the one that reaches the largest bucket: one token, less and more than one block of the KV pool, and more than
 the four blocks that the CPU kernel takes at once, so that partial sums of attention are put together."""
 
-PRODUCTS = {infc.linear_quantized.default, infc.linear_swiglu_quantized.default}
 CODED = PRODUCTS | {infc.embedding_quantized.default, infc.dequantize.default}
 
 COMPUTABLE = 0.01

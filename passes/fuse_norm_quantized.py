@@ -10,12 +10,12 @@ from torch import fx
 from ..compiler.ir import Graph
 from ..compiler.ops import add_rms_norm_quantized, infc, layer_norm_quantized, rms_norm_quantized
 from ..compiler.ops.codes import E4M3
+from ..compiler.ops.linear_quantized import PRODUCTS
 from ..compiler.ops.registry import arguments
 from ..compiler.rewrite import EXACT, Pass, Report, emit
 
 NORMS = {infc.rms_norm.default: rms_norm_quantized, infc.layer_norm.default: layer_norm_quantized,
          infc.add_rms_norm.default: add_rms_norm_quantized}
-READERS = {infc.linear_quantized.default, infc.linear_swiglu_quantized.default}
 
 
 def run(graph: Graph, report: Report) -> int:
@@ -43,7 +43,7 @@ def _results(norm: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
 
 def _kind(reader: fx.Node, y: fx.Node) -> tuple[int, bool] | None:
     """(group, e4m3) of the 8-bit codes that a reader makes of y; None where it reads y wide."""
-    if reader.target not in READERS: return None
+    if reader.target not in PRODUCTS: return None
     given = arguments(reader)
     if given["x"] is not y or given["act_bits"] != 8 or any(v is y for name, v in given.items() if name != "x"): return None
     return given["act_group"], given["codes"].meta["val"].dtype == E4M3

@@ -1,7 +1,7 @@
 """bf16 or fp16 where the bytes are: weights, what products read, and the KV cache; fp32 where sums live: the residual stream.
 
-A weight is stored once, in 16 bits, also where embedding and head share it; one held as codes stays so, and is bf16 for a moment where
-many rows meet it (option `bf16_rows`, of CPUs that multiply bf16). What feeds a product is rounded by the operator
+A weight is stored once, in 16 bits, also where embedding and head share it; one held as codes with offsets stays so, and is bf16 for a
+moment where many rows meet it (option `bf16_rows`, of CPUs that multiply bf16). What feeds a product is rounded by the operator
 that makes it (its out_dtype) where nobody needs it wide, else by a cast; products give fp32 again.
 APPROXIMATE: next-token distributions may not be further (KL) from the fp32 graph's than those of eager PyTorch in the same
 16 bits; and no value of fp16, which ends at 65504, may overflow.
@@ -21,11 +21,11 @@ from ..compiler.errors import CheckFailed
 from ..compiler.ir import Graph, argument, fake_mode, fake_propagate
 from ..compiler.layout import MOVES
 from ..compiler.ops import aten, infc
-from ..compiler.ops.linear_quantized import BF16_MAX_K
+from ..compiler.ops.linear_quantized import PRODUCTS as CODED_PRODUCTS
+from ..compiler.ops.linear_quantized import bf16_rows_of
 from ..compiler.rewrite import APPROXIMATE, Measured, Pass, Report, emit
 
 PRODUCTS = {infc.linear.default, infc.linear_swiglu.default}
-CODED_PRODUCTS = {infc.linear_quantized.default, infc.linear_swiglu_quantized.default}
 CACHE_OPS = {infc.kv_write.default, infc.rope_kv_write.default, infc.paged_attention.default}
 SELECTS = MOVES - {aten.cat.default, aten.stack.default, operator.getitem} | {aten.index_select.default}
 """Of one value; rounding before or after them is the same."""
@@ -55,9 +55,10 @@ def run(graph: Graph, report: Report) -> int:
         if not report.may_fire(): break
         _set(node, q=casts.of(node.args[0], node), out_dtype=WIDE)                      # its caches are narrower than this already
         fired += 1
-    rows = report.options.get("bf16_rows", 0) if dtype == torch.bfloat16 else 0
-    for node in [n for n in graph.nodes if rows and n.target in CODED_PRODUCTS and argument(n, "act_bits") == 16]:
-        if argument(node, "bf16_rows") == rows or node.args[0].meta["val"].shape[-1] > BF16_MAX_K: continue
+    offered = report.options.get("bf16_rows", 0) if dtype == torch.bfloat16 else 0
+    for node in [n for n in graph.nodes if n.target in CODED_PRODUCTS]:
+        rows = bf16_rows_of(offered, argument(node, "act_bits"), node.args[0].meta["val"].shape[-1], argument(node, "offset") is not None)
+        if rows == argument(node, "bf16_rows"): continue
         if not report.may_fire(): break
         _set(node, bf16_rows=rows)
         fired += 1

@@ -16,7 +16,7 @@ from torch import fx
 from ...compiler.costs.peaks import last_level_cache
 from ...compiler.ops import infc
 from ...compiler.ops.codes import groups
-from ...compiler.ops.linear_quantized import BF16_MAX_K
+from ...compiler.ops.linear_quantized import bf16_rows_of
 from ...compiler.quant.pays import NOISE, ROWS, Entry, Outcome
 from ...compiler.quant.rounding import round_to_nearest
 from ...compiler.reuse import cache_folder
@@ -77,7 +77,7 @@ def _coded(entry: Entry, bf16_rows: int) -> fx.Node:
     scale = _given(graph, "scale", n, groups(k, s.group), dtype=torch.float16)
     offset = None if s.symmetric else _given(graph, "offset", n, groups(k, s.group), dtype=torch.float16)
     args = (x, codes, scale, offset, None, None, s.bits, s.group, s.act_bits, s.row_group, torch.float32)
-    rows = bf16_rows if s.act_bits == 16 and k <= BF16_MAX_K else 0
+    rows = bf16_rows_of(bf16_rows, s.act_bits, k, not s.symmetric)
     return _call(graph.call_function(infc.linear_quantized.default, args, {"bf16_rows": rows}), n)
 
 

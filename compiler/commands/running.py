@@ -92,11 +92,10 @@ def verify(artifact: Artifact, threads: Threads = None, as_json: Json = False, q
         raise UserError(f"{artifact}: every file as hashed; its golden prompts cannot be replayed here: {fault}", fault.exit_code,
                         document={"hashed": True, "replayed": False, "reason": str(fault)}) from fault
     with model:
-        found = plain(replay(model))
-    report = {"hashed": True, "replayed": True, **found, "largest_error": found["error"]}
-    del report["error"]                                              # with --json that is what went wrong
+        report = {"hashed": True, "replayed": True, **plain(replay(model))}
     if not (as_json or quiet):
-        print(f"{artifact}: every file as hashed; {console.verdict(found)}")
+        print(f"{artifact}: every file as hashed; {console.verdict(report)}")
+    report["largest_error"] = report.pop("error")                    # with --json `error` is what went wrong
     if not report["passed"]:
         raise CheckFailed(f"{artifact}: its answers differ from the recorded ones; compile it again, and report this if it stays",
                           document=report)

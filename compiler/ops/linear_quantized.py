@@ -16,6 +16,12 @@ BF16_MAX_K = 16_384
 """Longest rows that bf16_rows is given for: 32 columns of the weight in bf16 are then 1 MiB, half of a CPU thread's scratch."""
 
 
+def bf16_rows_of(target: int, act_bits: int, k: int, offset: bool) -> int:
+    """A product's bf16_rows where its target has such products from `target` rows on, for 16-bit activations. They pay where the weight
+    has offsets, each of which is one more product of fp32; long rows have no room."""
+    return target if act_bits == 16 and offset and k <= BF16_MAX_K else 0
+
+
 def _product(
     x: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None, bits: int, group: int, act_bits: int, act_group: int,
     out_dtype: torch.dtype, x_scale: Tensor | None, bf16_rows: int,
@@ -134,3 +140,7 @@ def _(
     out_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     return scale.new_empty((*indices.shape, k), dtype=out_dtype)
+
+
+PRODUCTS = frozenset((torch.ops.infc.linear_quantized.default, torch.ops.infc.linear_swiglu_quantized.default))
+"""The products of weights held as codes."""

@@ -180,6 +180,8 @@ def test_any_mix_of_lengths(library: Library, work: list[tuple[int, int]], paddi
     own = torch.stack([(rounded(kind, s, order).to(found.dtype).double() - exact).abs() for order in range(ORDERS)])
     allowed = 2 * own.max() + torch.finfo(BF16 if KINDS[kind][3] == BF16 else F32).eps * exact.abs().max()
     assert bool((error <= allowed).all()), f"{error.max():.3g} off, {allowed:.3g} allowed"
+    mean, usual = (float(e.square().mean().sqrt()) for e in (error, own[0]))                     # that one is no luck
+    assert mean <= 2 * usual + torch.finfo(found.dtype).eps * float(exact.square().mean().sqrt()), f"{mean:.3g}, PyTorch {usual:.3g}"
 
 
 def test_what_is_not_finite_shows(library: Library) -> None:

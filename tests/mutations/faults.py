@@ -234,7 +234,7 @@ KERNELS = (
     _kernel("codes: of many rows, the even and the odd k change places", "llama", "quantized_bf16",
             "_mm512_cvtne2ps_pbh(value(bytes, low + 8), value(bytes, low))",
             "_mm512_cvtne2ps_pbh(value(bytes, low), value(bytes, low + 8))",
-            "many w8"),
+            "many w8:asym"),
     _kernel("codes: a token's embedding is its neighbour's", "llama", "quantized", "* W::CODES + column * 4;",
             "* W::CODES + (column ^ 1) * 4;", "w8"),
     _kernel("cache: scales of k by the first sixteen tokens", "llama", "attention", "load16(c.k_scale[j] + (v0 + v) * 16)",

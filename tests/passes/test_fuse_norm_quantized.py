@@ -49,7 +49,7 @@ def test_every_norm_of_a_decoder_gives_codes(scheme):
     verify(graph)
     fake_propagate(graph)
     assert not [n for n in graph.nodes if n.target is infc.rms_norm.default]
-    rounding = [n for n in graph.nodes if n.target in fuse_norm_quantized.READERS and arguments(n)["x_scale"] is None]
+    rounding = [n for n in graph.nodes if n.target in fuse_norm_quantized.PRODUCTS and arguments(n)["x_scale"] is None]
     assert [n.target for n in rounding] == [infc.linear_quantized.default] * 4                        # o_proj and down_proj of each layer
     assert PASS.apply(graph, told()) == 0
 
