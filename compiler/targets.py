@@ -53,7 +53,7 @@ class Target:
 
     @property
     def bf16_rows(self) -> int:
-        """Rows from which a bf16 program's products of codes with offsets become products of bf16; 0: never. Measured in
+        """Rows from which a bf16 program's products of codes, 16-bit ones of x, become products of bf16; 0: never. Measured in
         backends/cpu/kernels/quantized_bf16.h."""
         return 192 if "avx512_bf16" in self.flags else 0
 

@@ -1,7 +1,7 @@
 """bf16 or fp16 where the bytes are: weights, what products read, and the KV cache; fp32 where sums live: the residual stream.
 
-A weight is stored once, in 16 bits, also where embedding and head share it; one held as codes with offsets stays so, and is bf16 for a
-moment where many rows meet it (option `bf16_rows`, of CPUs that multiply bf16). What feeds a product is rounded by the operator
+A weight is stored once, in 16 bits, also where embedding and head share it; one held as codes stays so, and is bf16 for a moment
+where many rows meet it (option `bf16_rows`, of CPUs that multiply bf16). What feeds a product is rounded by the operator
 that makes it (its out_dtype) where nobody needs it wide, else by a cast; products give fp32 again.
 APPROXIMATE: next-token distributions may not be further (KL) from the fp32 graph's than those of eager PyTorch in the same
 16 bits; and no value of fp16, which ends at 65504, may overflow.
@@ -57,7 +57,7 @@ def run(graph: Graph, report: Report) -> int:
         fired += 1
     offered = report.options.get("bf16_rows", 0) if dtype == torch.bfloat16 else 0
     for node in [n for n in graph.nodes if n.target in CODED_PRODUCTS]:
-        rows = bf16_rows_of(offered, argument(node, "act_bits"), node.args[0].meta["val"].shape[-1], argument(node, "offset") is not None)
+        rows = bf16_rows_of(offered, argument(node, "act_bits"), node.args[0].meta["val"].shape[-1])
         if rows == argument(node, "bf16_rows"): continue
         if not report.may_fire(): break
         _set(node, bf16_rows=rows)

@@ -24,7 +24,7 @@ from .spelling import short as _s
 from .spelling import value as _value
 from .spelling import width as _width
 
-MAX_VOCAB = 500_000            # a row's ids in the same 2 MiB
+MAX_VOCAB = 500_000            # a row's ids in half of the same 4 MiB
 MAX_HEAD_ROPE = 1024           # rope.h: MAX_HEAD, one head on the stack
 MAX_HEAD_ATTENTION = 256       # three blocks of 48 rows in scratch; wider heads were never tried
 

@@ -31,7 +31,6 @@ def _refuse_product(a: Named) -> str | None:
     if not a["act_bits"]: return "the kernel multiplies codes, and act_bits 0 leaves x as it is: w8, w4 or a8 have a kernel"
     if a["act_bits"] not in ROW_LIMIT or a["act_group"] not in ACT_GROUPS:
         return f"x in codes of {a['act_bits']} bits in groups of {a['act_group']}: the kernel knows 8 and 16, groups of 32 and whole rows"
-    if a["bf16_rows"] and a["offset"] is None: return "products of many rows are of bf16 where the weight has offsets alone"
     k, most = value(a["x"]).shape[-1], BF16_MAX_K if a["bf16_rows"] else MAX_K
     return f"K = {k} > {most}: rows of x do not fit the scratch" if k > most else None
 
@@ -71,7 +70,8 @@ def _body(a: Named, context: Context, function: str, types: str, rest: str) -> t
     x, rows, many = ctypes_of(a["x"]), context.rows(a["x"]), _bf16_rows(a, context)
     call = f"infc::{function}<{_format(a, x)}, {types}>(r, {rows}, {rest});"
     if not many: return call, ""
-    wide = f"infc::CodedBf16<{x}, {a['bits']}, {a['group']}>"
+    offset = str(a["offset"] is not None).lower()
+    wide = f"infc::CodedBf16<{x}, {a['bits']}, {a['group']}, {offset}>"
     return f"if ({rows} < {many}) {call}\nelse infc::{function}<{wide}, {types}>(r, {rows}, {rest});", f"_bf16_from_{many}"
 
 

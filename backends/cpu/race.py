@@ -77,7 +77,7 @@ def _coded(entry: Entry, bf16_rows: int) -> fx.Node:
     scale = _given(graph, "scale", n, groups(k, s.group), dtype=torch.float16)
     offset = None if s.symmetric else _given(graph, "offset", n, groups(k, s.group), dtype=torch.float16)
     args = (x, codes, scale, offset, None, None, s.bits, s.group, s.act_bits, s.row_group, torch.float32)
-    rows = bf16_rows_of(bf16_rows, s.act_bits, k, not s.symmetric)
+    rows = bf16_rows_of(bf16_rows, s.act_bits, k)
     return _call(graph.call_function(infc.linear_quantized.default, args, {"bf16_rows": rows}), n)
 
 

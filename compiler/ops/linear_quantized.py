@@ -13,13 +13,12 @@ from .registry import Cost, compute_dtype, nbytes, operator, out_bytes
 from .swiglu import activation
 
 BF16_MAX_K = 16_384
-"""Longest rows that bf16_rows is given for: 32 columns of the weight in bf16 are then 1 MiB, half of a CPU thread's scratch."""
+"""Longest rows that bf16_rows is given for: 32 columns of the weight in bf16 are then 1 MiB; a CPU thread's scratch holds two such."""
 
 
-def bf16_rows_of(target: int, act_bits: int, k: int, offset: bool) -> int:
-    """A product's bf16_rows where its target has such products from `target` rows on, for 16-bit activations. They pay where the weight
-    has offsets, each of which is one more product of fp32; long rows have no room."""
-    return target if act_bits == 16 and offset and k <= BF16_MAX_K else 0
+def bf16_rows_of(target: int, act_bits: int, k: int) -> int:
+    """A product's bf16_rows where its target has such products from `target` rows on, for 16-bit activations. Long rows have no room."""
+    return target if act_bits == 16 and k <= BF16_MAX_K else 0
 
 
 def _product(

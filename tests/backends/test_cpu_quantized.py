@@ -151,18 +151,17 @@ def test_linear_swiglu(library: Library, how: tuple, dtype: torch.dtype, act: st
 
 
 MANY = 33                              # rows from which the products below are of bf16
-OFFSETS = [how for how in FORMATS if how[2]]
 BF16_SHAPES = ((75, 33), (6, 70), (1536, 70))
 
 
 def bf16_x(how: tuple) -> torch.dtype:
     """Of a format, the dtype of x: each width has both."""
-    return (F32, BF16)[OFFSETS.index(how) % 2]
+    return (F32, BF16)[(FORMATS.index(how) // 2 + how[2]) % 2]
 
 
 def bf16_nodes() -> dict[str, fx.Node]:
     out: dict[str, fx.Node] = {}
-    for how in OFFSETS:
+    for how in FORMATS:
         dtype, more = bf16_x(how), {**numbers((*how, 16, 0)), "bf16_rows": MANY}
         for k, n in (*BF16_SHAPES, (576, 960)) if how[1] == 32 else BF16_SHAPES[:1]:
             out[name_of("linear", how, k, n)] = call(OPS.linear_quantized.default, x=meta(T, k, dtype=dtype), bias=None, residual=None,
@@ -171,7 +170,7 @@ def bf16_nodes() -> dict[str, fx.Node]:
                                         residual=meta(T, 33), out_dtype=BF16, **metas(33, 75, how), **more)
         out[name_of("swiglu", how)] = call(OPS.linear_swiglu_quantized.default, x=meta(T, 75, dtype=dtype), act="silu", out_dtype=dtype,
                                            **metas(42, 75, how), **more)
-    for how, (k, n) in itertools.product(OFFSETS, SMALL):
+    for how, (k, n) in itertools.product(FORMATS, SMALL):
         out[name_of("small", how, k, n)] = call(OPS.linear_quantized.default, x=meta(T, k), bias=None, residual=None, out_dtype=F32,
                                                 **metas(n, k, how), **numbers((*how, 16, 0)), bf16_rows=1)
     return out
@@ -185,7 +184,7 @@ def bf16_library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Library]:
     made.close()
 
 
-@pytest.mark.parametrize("how", OFFSETS, ids=str)
+@pytest.mark.parametrize("how", FORMATS, ids=str)
 def test_products_of_many_rows_are_of_bf16(bf16_library: Library, how: tuple) -> None:
     dtype, more = bf16_x(how), {**numbers((*how, 16, 0)), "bf16_rows": MANY}
     for k, n in (*BF16_SHAPES, (576, 960)) if how[1] == 32 else BF16_SHAPES[:1]:
@@ -209,7 +208,7 @@ def test_products_of_many_rows_are_of_bf16(bf16_library: Library, how: tuple) ->
         judge_sums(y, *both("linear_swiglu_quantized", **given_, act="silu", out_dtype=dtype, **more))
 
 
-@pytest.mark.parametrize("how", OFFSETS, ids=str)
+@pytest.mark.parametrize("how", FORMATS, ids=str)
 def test_the_identity_reads_the_weight_back_as_bf16(bf16_library: Library, how: tuple) -> None:
     """Every code of every format, any K and N, to the bit: scale * code + offset rounded in fp32, then to bf16."""
     bits, group, _ = how

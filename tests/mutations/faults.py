@@ -235,6 +235,7 @@ KERNELS = (
             "_mm512_cvtne2ps_pbh(value(bytes, low + 8), value(bytes, low))",
             "_mm512_cvtne2ps_pbh(value(bytes, low), value(bytes, low + 8))",
             "many w8:asym"),
+    _kernel("codes: of many rows, what tiles left of a panel is not made", "llama", "quantized_bf16", "beside.finish();", "", "many w8"),
     _kernel("codes: a token's embedding is its neighbour's", "llama", "quantized", "* W::CODES + column * 4;",
             "* W::CODES + (column ^ 1) * 4;", "w8"),
     _kernel("cache: scales of k by the first sixteen tokens", "llama", "attention", "load16(c.k_scale[j] + (v0 + v) * 16)",

@@ -56,10 +56,16 @@ struct Ahead {
     INFC_INLINE int64_t share(int64_t n) const { return (n * line + 127) / 128; }
 };
 
+// What else a tile does, a piece after every `steps` steps: here nothing.
+struct Nothing {
+    static constexpr int64_t steps = INT64_MAX;
+    INFC_INLINE void piece() {}
+};
+
 // R rows x one panel -> out[R][32]
-template <class T, int R>
+template <class T, int R, class Beside>
 __attribute__((noinline)) void panel_product(const typename Dot<T>::Lhs* x, const char* w, int64_t k, Ahead ahead, const End& end,
-                                             float* out) {
+                                             Beside& beside, float* out) {
     constexpr int V = Shape<T>::VECS, STEPS = int(Lhs<T>::CHUNK_K) / Dot<T>::K;
     for (int half = 0; half < 2 / V; half++) {
         const char *at = w + half * 64, *next = ahead.at + half * 64;
@@ -69,7 +75,11 @@ __attribute__((noinline)) void panel_product(const typename Dot<T>::Lhs* x, cons
             Tile<T, R, V, Lhs<T>::LDA> tile;
             tile.zero();
             if (left <= 2 * STEPS && (first || left > STEPS)) end.template fetch_rows<R>();
-            tile.steps(a, at, 128, steps, next, ahead.line);
+            for (int64_t s = 0, n; s < steps; s += n) {
+                n = steps - s < beside.steps ? steps - s : beside.steps;
+                tile.steps(a + s * Dot<T>::A, at + s * 128, 128, n, next + s * ahead.line, ahead.line);
+                beside.piece();
+            }
 #pragma GCC unroll 16
             for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
@@ -92,6 +102,16 @@ template <class T, class X> void pack_rows(typename Dot<T>::Lhs* to, const X* x,
         }
 }
 
+// The panels that tiles of a format F read: here as they are stored.
+template <class F> struct Stored {
+    const char* w;
+    int64_t bytes;
+    Nothing beside;
+    Stored(const infc_run*, const void* weights, int64_t k, Span) : w(static_cast<const char*>(weights)), bytes(F::panel_bytes(k)) {}
+    const char* at(int64_t p, int64_t) { return w + p * bytes; }
+    const char* next(int64_t p) const { return w + (p + 1) * bytes; }      // what tiles fetch while they meet panel p
+};
+
 // What `product` needs to know of a format of weights: here the weights themselves, of type T.
 template <class T> struct Wide {
     using X = T;
@@ -100,21 +120,21 @@ template <class T> struct Wide {
     static int64_t row_bytes(int64_t k) { return Lhs<T>::row_elements(k) * int64_t(sizeof(L)); }
     static int64_t panel_bytes(int64_t k) { return Lhs<T>::steps(k) * 128; }
     static int64_t tile_bytes(int64_t k) { return panel_bytes(k); }
-    // what tiles read of a panel: here the panel
-    static INFC_INLINE const char* ready(const char* w, int64_t, char*) { return w; }
+    using Source = Stored<Wide>;
     // one row that already lies as a panel would is read where it is
     static bool in_place(int64_t rows, int64_t k) {
         return rows == 1 && sizeof(typename Panel<T>::type) == sizeof(T) && k % Dot<T>::K == 0;
     }
     static void pack(void* to, const T* x, int64_t height, int64_t k) { pack_rows<T>(static_cast<L*>(to), x, height, k); }
-    template <int R> static void panel(const void* x, const char* w, int64_t k, Ahead ahead, const End& end, float* out) {
-        panel_product<T, R>(static_cast<const L*>(x), w, k, ahead, end, out);
+    template <int R, class Beside>
+    static void panel(const void* x, const char* w, int64_t k, Ahead ahead, const End& end, Beside& beside, float* out) {
+        panel_product<T, R>(static_cast<const L*>(x), w, k, ahead, end, beside, out);
     }
 };
 
-using PanelProduct = void (*)(const void*, const char*, int64_t, Ahead, const End&, float*);
-template <class F, size_t... R> inline PanelProduct pick(int64_t rows, std::index_sequence<R...>) {
-    static constexpr PanelProduct table[] = {&F::template panel<int(R) + 1>...};
+template <class Beside> using PanelProduct = void (*)(const void*, const char*, int64_t, Ahead, const End&, Beside&, float*);
+template <class F, class Beside, size_t... R> inline PanelProduct<Beside> pick(int64_t rows, Beside&, std::index_sequence<R...>) {
+    static constexpr PanelProduct<Beside> table[] = {&F::template panel<int(R) + 1, Beside>...};
     return table[rows - 1];
 }
 
@@ -130,7 +150,7 @@ INFC_INLINE void product(const infc_run* r, int64_t rows, const typename F::X* x
     if (mine.begin == mine.end) return;
     const int64_t row_bytes = F::row_bytes(k), panel_bytes = F::panel_bytes(k), line = 128 * panel_bytes / F::tile_bytes(k);
     const int64_t fit = LHS_BYTES / row_bytes, at_once = fit < MAX ? MAX : fit;
-    const char* w = static_cast<const char*>(weights);
+    typename F::Source source(r, weights, k, mine);
     auto* packed = static_cast<char*>(r->scratch);
     alignas(64) float out[MAX * COLS];
     for (int64_t begin = mine_rows.begin; begin < mine_rows.end;) {
@@ -138,9 +158,8 @@ INFC_INLINE void product(const infc_run* r, int64_t rows, const typename F::X* x
         int64_t n = (mine_rows.end - begin + chunks - 1) / chunks, tiles = (n + MAX - 1) / MAX;
         const bool in_place = F::in_place(n, k);
         const char* lhs = in_place ? reinterpret_cast<const char*>(x + begin * k) : packed;
-        char* room = packed + (n * row_bytes + 63) / 64 * 64;
         for (int64_t p = mine.begin; p < mine.end; p++) {
-            const char *stored = w + p * panel_bytes, *panel = F::ready(stored, k, room);
+            const char* panel = source.at(p, tiles);
             for (int64_t t = 0; t < tiles; t++) {
                 const Span s = share(n, t, tiles);
                 const int64_t height = s.end - s.begin;
@@ -151,10 +170,11 @@ INFC_INLINE void product(const infc_run* r, int64_t rows, const typename F::X* x
                         fetch<2>(from + height * k, (share(n, t + 1, tiles).end - s.end) * k);
                 }
                 const End end = tiles == 1 ? End{} : touches(begin + s.begin, p);
-                // several tiles meet a panel: each fetches its part of the next one
-                const Ahead ahead = tiles == 1 ? Ahead{stored + r->ahead, 128}
-                                               : Ahead{stored + panel_bytes + t * panel_bytes / tiles, line / tiles + 1};
-                pick<F>(height, std::make_index_sequence<MAX>())(lhs + s.begin * row_bytes, panel, k, ahead, end, out);
+                // several tiles meet a panel: each fetches its part of what comes next
+                const Ahead ahead = tiles == 1 ? Ahead{panel + r->ahead, 128}
+                                               : Ahead{source.next(p) + t * panel_bytes / tiles, line / tiles + 1};
+                pick<F>(height, source.beside, std::make_index_sequence<MAX>())(lhs + s.begin * row_bytes, panel, k, ahead, end,
+                                                                               source.beside, out);
                 emit(begin + s.begin, height, p, out);
             }
         }

@@ -30,7 +30,7 @@ struct infc_step { infc_kernel fn; void* const* buf; };
 
 namespace infc {
 
-constexpr int64_t SCRATCH_BYTES = 2 << 20;
+constexpr int64_t SCRATCH_BYTES = 4 << 20;
 // Prefetch into L2 this far ahead. Which distance pays depends on how loaded the memory is and on the format; none fits all. Zen 4,
 // 2 threads, products of SmolLM2 with one row, share of a pure read of the same bytes at 39 to 50 GB/s:
 //     ahead   512 B    2 KiB   4 KiB   6 KiB   12 KiB

@@ -43,11 +43,11 @@ template <class XT, int BITS, int GROUP, bool OFFSET, int ACT_BITS, int ACT_GROU
 #endif
     static int64_t row_bytes(int64_t k) { return W::blocks(k) * int64_t(sizeof(Row)); }
     static int64_t tile_bytes(int64_t k) { return W::panel_bytes(k); }
+    using Source = Stored<Coded>;
     static bool in_place(int64_t, int64_t) { return false; }
-    static INFC_INLINE const char* ready(const char* w, int64_t, char*) { return w; }
     static void pack(void* to, const X* x, int64_t height, int64_t k);
-    template <int R> static __attribute__((noinline)) void panel(const void* x, const char* w, int64_t k, Ahead ahead, const End& end,
-                                                                 float* out);
+    template <int R, class Beside>
+    static __attribute__((noinline)) void panel(const void* x, const char* w, int64_t k, Ahead ahead, const End& end, Beside&, float* out);
 };
 
 // ---- x to codes: as compiler/ops/codes.row_codes, bit for bit -----------------------------------------------------------
@@ -137,8 +137,8 @@ INFC_INLINE void block_sums(const typename F::Row* row, const char* w, const cha
     }
 }
 
-template <class X, int B, int G, bool O, int AB, int AG> template <int R>
-void Coded<X, B, G, O, AB, AG>::panel(const void* x, const char* weights, int64_t k, Ahead ahead, const End& end, float* out) {
+template <class X, int B, int G, bool O, int AB, int AG> template <int R, class Beside>
+void Coded<X, B, G, O, AB, AG>::panel(const void* x, const char* weights, int64_t k, Ahead ahead, const End& end, Beside&, float* out) {
     constexpr int V = VECS;
     for (int half = 0; half < 2; half += V) {
         const auto* row = static_cast<const Row*>(x);                  // a row's scale for all k is taken in at the end
