@@ -4,6 +4,7 @@ Sizes that are dims at run time stand as large primes in the meta tensors (T, N,
 builder would.
 """
 import ctypes
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,12 +143,15 @@ def judge(found: Tensor, plain: Tensor, exact: Tensor) -> None:
 
 def judge_sums(found: Tensor, plain: Tensor, exact: Tensor) -> None:
     """For long sums, whose order is free: over all outputs, mean and worst error are at most twice the plain reference's own
-    plus one ulp, as DESIGN says of work that is only reordered. (torch's own order changes with the number of rows.)
+    plus one ulp, as DESIGN says of work that is only reordered. torch's own order changes with the number of rows and with the CPU, and
+    its worst of n errors may be a lucky one: it counts as the sqrt(2 ln n) times the mean that it would be of n normal ones, if less.
     """
     error, own, rows = _errors(found, plain, exact)
-    for name, what in (("mean", lambda x: x.square().mean().sqrt()), ("worst", torch.amax)):
-        allowed = 2 * what(own) + ulp(what(rows), found.dtype)
-        assert what(error) <= allowed, f"{name} error {what(error):.3g}, allowed {allowed:.3g}"
+    mean = own.square().mean().sqrt()
+    allowed = 2 * mean + ulp(rows.square().mean().sqrt(), found.dtype)
+    assert mean_error(found, exact) <= allowed, f"mean error {mean_error(found, exact):.3g}, allowed {allowed:.3g}"
+    allowed = 2 * torch.maximum(own.amax(), mean * math.sqrt(2 * math.log(own.numel()))) + ulp(rows.amax(), found.dtype)
+    assert error.amax() <= allowed, f"worst error {error.amax():.3g}, allowed {allowed:.3g}"
 
 
 def mean_error(found: Tensor, exact: Tensor) -> float:
