@@ -6,7 +6,8 @@ The costs of an artifact are plain data, report.json["costs"]:
      "steps": {program: [index into kernels, one per step]}, "buckets": {program: maxima}, "dtype", "kv_bytes_per_token",
      "weight_bytes", "max_positions"}
 
-where flops and the three kinds of bytes are formulas over the live sizes of a step (compiler.phases).
+where flops and the three kinds of bytes are formulas over the live sizes of a step (compiler.phases). A kernel has "bf16_rows" where
+from so many tokens on its codes are multiplied as bf16.
 """
 import math
 import re
@@ -106,7 +107,7 @@ def predict(kernel: Mapping[str, Any], load: Load, peaks: Peaks, *, streams: boo
     if kernel["kind"] in change.free: return Prediction(0.0, "barrier", 0.0, 0.0, 0.0)
     cold = streams and m.weights + m.kv > 0
     if kernel["kind"] == "product":
-        memory, compute = _product(kernel, m, peaks, streams, change)
+        memory, compute = _product(kernel, m, load, peaks, streams, change)
         start, exposed = peaks.start_s, peaks.exposed
     elif kernel["kind"] == "attention":
         memory, compute = _attention(kernel, m, load, peaks, streams, change)
@@ -121,10 +122,11 @@ def predict(kernel: Mapping[str, Any], load: Load, peaks: Peaks, *, streams: boo
     return Prediction(seconds, bound, memory, compute, fixed)
 
 
-def _product(kernel: Mapping[str, Any], m: Moved, peaks: Peaks, streams: bool, change: Change) -> tuple[float, float]:
-    """Seconds of reading the weights, and of multiplying."""
+def _product(kernel: Mapping[str, Any], m: Moved, load: Load, peaks: Peaks, streams: bool, change: Change) -> tuple[float, float]:
+    """Seconds of reading the weights, and of multiplying: of many rows and codes, as bf16."""
     rate = peaks.read_gb_s if streams else peaks.weight_cache_gb_s
-    return m.weights * _share(kernel, change.weight_bits) / 1e9 / rate, m.flops / 1e9 / _of(peaks.product_gflop_s, kernel["dtype"])
+    dtype = "bf16" if 0 < kernel.get("bf16_rows", 0) <= load.dims["T"] else kernel["dtype"]
+    return m.weights * _share(kernel, change.weight_bits) / 1e9 / rate, m.flops / 1e9 / _of(peaks.product_gflop_s, dtype)
 
 
 def _attention(kernel: Mapping[str, Any], m: Moved, load: Load, peaks: Peaks, streams: bool, change: Change) -> tuple[float, float]:

@@ -61,7 +61,8 @@ class CostTable:
                 found["weights"] = [[term[0] * PACKED_SPREAD, *term[1:]] for term in found["weights"]]
             self._index[signature] = len(self.kernels)
             dtype = _codes(unit) or (decides or [""])[0]
-            self.kernels.append({"kernel": step.kernel, "name": name, "op": unit.op, "kind": kind, "dtype": dtype, **found})
+            many = {"bf16_rows": rows} if (rows := _given(unit).get("bf16_rows")) else {}
+            self.kernels.append({"kernel": step.kernel, "name": name, "op": unit.op, "kind": kind, "dtype": dtype, **many, **found})
         return self._index[signature]
 
     def json(self, isa: str, dtype: str, kv_bytes_per_token: int, max_positions: int) -> dict[str, Any]:
@@ -71,8 +72,13 @@ class CostTable:
                 "max_positions": max_positions}
 
 
+def _given(unit: Unit) -> Mapping[str, Any]:
+    """The arguments of a unit's operator, by name; empty where it is none of infc's."""
+    return arguments(unit.nodes[0]) if len(unit.nodes) == 1 and operator_of(unit.nodes[0]) is not None else {}
+
+
 def _codes(unit: Unit) -> str:
     """"w4a16" of a product of codes ("fp8a8" of e4m3): bits of the weight, bits of the rows; empty for any other unit."""
-    given = arguments(unit.nodes[0]) if len(unit.nodes) == 1 and operator_of(unit.nodes[0]) is not None else {}
+    given = _given(unit)
     if "act_bits" not in given: return ""
     return f"{'fp' if given['codes'].meta['val'].dtype == E4M3 else 'w'}{given['bits']}a{given['act_bits']}"

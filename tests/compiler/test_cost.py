@@ -81,6 +81,13 @@ def test_a_product_is_the_longer_of_its_times_and_the_exposed_part_of_the_shorte
     assert slow.compute_s == pytest.approx(2.0)                                   # its own dtype's peak
 
 
+def test_codes_are_multiplied_as_bf16_from_so_many_rows_on():
+    coded = kernel("infc.linear_quantized", flops=[(100 * GB, "T")], dtype="w8a16") | {"bf16_rows": 32}
+    slow = replace(PEAKS, product_gflop_s=PEAKS.product_gflop_s | {"w8a16": 25.0})
+    for tokens, rate in ((31, 25.0), (32, 100.0)):
+        assert predict(coded, Load((tokens,), (0,), 1), slow, streams=True).compute_s == pytest.approx(100 * tokens / rate)
+
+
 def test_weights_that_fit_the_cache_are_read_from_it():
     assert predict(LINEAR, Load((1,), (0,), 1), PEAKS, streams=False).seconds == pytest.approx(GB / 80e9 + 1e-6)
     small = COSTS | {"weight_bytes": 500}
