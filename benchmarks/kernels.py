@@ -46,12 +46,21 @@ KERNELS = {
     auto* panel = reinterpret_cast<Dot<bf16>::Lhs*>(r->scratch);
     const char* w = static_cast<const char*>(r->scratch) + 16384;
     f32x16 sum = splat(0.0f);
+#if INFC_AMX
+    using F = InTiles<Wide<bf16>>;
+    const Tiles tiles;
+    Nothing beside;
+    alignas(64) float out[F::ROWS * COLS];
+    for (int i = 0; i < 1000; i++) F::multiply<F>(F::ROWS, panel, w, 256, Ahead{w, 0}, End{}, beside, out);
+    sum = load16(out);
+#else
     for (int i = 0; i < 2000; i++) {
         Tile<bf16, ROWS, V, LDA> tile;
         tile.zero();
         tile.steps(panel, w, 128, 64, w);
         for (int k = 0; k < ROWS; k++) for (int v = 0; v < V; v++) sum = sum + tile.total(k, v);
     }
+#endif
     store16(static_cast<float*>(b[0]) + r->thread * 64, sum);""",
 }
 HEADERS = ("pool.h", "linear.h", "swiglu.h", "norm.h", "rope.h", "attention.h", "sample.h", "embedding.h")
@@ -219,7 +228,7 @@ def measure(m: Machine, cases: list[Case], rounds: int, quantile: float) -> tupl
 
 
 def _tile_rows() -> int:
-    return {"x86-64-v4-bf16": 14, "x86-64-v4": 12, "x86-64-v3": 4, "portable": 2}[host().isa]
+    return {"x86-64-v4-amx": 32, "x86-64-v4-bf16": 14, "x86-64-v4": 12, "x86-64-v3": 4, "portable": 2}[host().isa]
 
 
 def main() -> None:

@@ -195,7 +195,7 @@ def _pays(backend: Any, options: Options, target: targets.Target) -> Pays | None
     """Times formats against what they replace, where the target's code can run on this machine."""
     if options.quant == "none" or targets.missing(target): return None
     wide = torch.bfloat16 if options.dtype == "bf16" else torch.float32
-    rows = target.bf16_rows if options.dtype == "bf16" else 0
+    rows = target.bf16_rows if options.dtype == "bf16" else {}
     return Pays(lambda entries: backend.race(entries, target.isa, default_threads(), wide, rows), options.keep_slow)
 
 

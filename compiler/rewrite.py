@@ -159,6 +159,15 @@ def emit(graph: Graph, target: Callable[..., Any], args: Sequence[Any], kwargs: 
     return node
 
 
+def set_arguments(node: fx.Node, **given: Any) -> None:
+    """Give arguments by their schema names, positional where they were."""
+    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    for name, value in given.items():
+        place = names.index(name)
+        if place < len(node.args): node.update_arg(place, value)
+        else: node.update_kwarg(name, value)
+
+
 def tidy_name(node: fx.Node) -> None:
     """`rms_norm`, `add_3` in place of fx's `rms_norm_default`, `add_tensor_3`."""
     if isinstance(node.target, OpOverload):

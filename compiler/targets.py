@@ -52,10 +52,11 @@ class Target:
     gpu: Gpu | None = None
 
     @property
-    def bf16_rows(self) -> int:
-        """Rows from which a bf16 program's products of codes, 16-bit ones of x, become products of bf16; 0: never. Measured in
-        backends/cpu/kernels/quantized_bf16.h."""
-        return 192 if "avx512_bf16" in self.flags else 0
+    def bf16_rows(self) -> Mapping[int, int]:
+        """Bits of x's codes -> rows from which a bf16 program's products of codes become products of bf16, where they ever do. Measured
+        in backends/cpu/kernels/quantized_bf16.h and amx.h."""
+        if "amx_bf16" in self.flags: return {16: 48, 8: 48}
+        return {16: 192} if "avx512_bf16" in self.flags else {}
 
     @property
     def e4m3(self) -> bool:
@@ -105,6 +106,9 @@ def _cuda(name: str, isa: str, description: str, gpu: Gpu) -> Target:
 
 
 TARGETS = {target.name: target for target in (
+    Target("x86-64-v4-amx", "cpu", "x86-64-v4-amx", (*_V4, "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16"),
+           "AVX-512 with matrix registers for bf16 products of many rows (Sapphire Rapids and later)",
+           _PSABI + "; AMX: Intel SDM volume 1, chapter 18"),
     Target("x86-64-v4-bf16", "cpu", "x86-64-v4-bf16", (*_V4, "avx512_bf16", "avx512_vnni"),
            "AVX-512 with bf16 and int8 dot products (Zen 4, Cooper Lake, Sapphire Rapids and later)",
            _PSABI + "; AVX512_BF16 and AVX512_VNNI: Intel SDM volume 1, chapter 5"),

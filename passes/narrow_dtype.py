@@ -23,7 +23,7 @@ from ..compiler.layout import MOVES
 from ..compiler.ops import aten, infc
 from ..compiler.ops.linear_quantized import PRODUCTS as CODED_PRODUCTS
 from ..compiler.ops.linear_quantized import bf16_rows_of
-from ..compiler.rewrite import APPROXIMATE, Measured, Pass, Report, emit
+from ..compiler.rewrite import APPROXIMATE, Measured, Pass, Report, emit, set_arguments
 
 PRODUCTS = {infc.linear.default, infc.linear_swiglu.default}
 CACHE_OPS = {infc.kv_write.default, infc.rope_kv_write.default, infc.paged_attention.default}
@@ -49,18 +49,18 @@ def run(graph: Graph, report: Report) -> int:
             continue
         if not report.may_fire(): break
         for cache in caches: _retype(graph, cache, dtype)
-        _set(node, q=casts.of(node.args[0], node), out_dtype=WIDE)
+        set_arguments(node, q=casts.of(node.args[0], node), out_dtype=WIDE)
         fired += 1
     for node in [n for n in graph.nodes if n.target is infc.paged_attention_quantized.default and n.args[0].meta["val"].dtype == WIDE]:
         if not report.may_fire(): break
-        _set(node, q=casts.of(node.args[0], node), out_dtype=WIDE)                      # its caches are narrower than this already
+        set_arguments(node, q=casts.of(node.args[0], node), out_dtype=WIDE)                      # its caches are narrower than this already
         fired += 1
-    offered = report.options.get("bf16_rows", 0) if dtype == torch.bfloat16 else 0
+    offered = report.options.get("bf16_rows", {}) if dtype == torch.bfloat16 else {}
     for node in [n for n in graph.nodes if n.target in CODED_PRODUCTS]:
         rows = bf16_rows_of(offered, argument(node, "act_bits"), node.args[0].meta["val"].shape[-1])
         if rows == argument(node, "bf16_rows"): continue
         if not report.may_fire(): break
-        _set(node, bf16_rows=rows)
+        set_arguments(node, bf16_rows=rows)
         fired += 1
     if fired:
         for cast in casts.made.values(): _absorb(cast)
@@ -111,7 +111,7 @@ def _narrow_weight(graph: Graph, weight: fx.Node, casts: Casts) -> None:
     _retype(graph, weight, casts.dtype)
     for user in list(weight.users):
         if user.target in PRODUCTS:
-            _set(user, x=casts.of(user.args[0], user), out_dtype=argument(user, "out_dtype") or WIDE)
+            set_arguments(user, x=casts.of(user.args[0], user), out_dtype=argument(user, "out_dtype") or WIDE)
         else:                                               # the residual stream starts here, and stays wide
             users = list(user.users)
             user.meta["val"] = user.meta["val"].to(casts.dtype)
@@ -123,15 +123,6 @@ def _narrow_weight(graph: Graph, weight: fx.Node, casts: Casts) -> None:
 def _retype(graph: Graph, placeholder: fx.Node, dtype: torch.dtype) -> None:
     with fake_mode(graph):
         placeholder.meta["val"] = placeholder.meta["val"].to(dtype)
-
-
-def _set(node: fx.Node, **given: Any) -> None:
-    """Give arguments by their schema names, positional where they were."""
-    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
-    for name, value in given.items():
-        place = names.index(name)
-        if place < len(node.args): node.update_arg(place, value)
-        else: node.update_kwarg(name, value)
 
 
 def _absorb(cast: fx.Node) -> None:
@@ -146,7 +137,7 @@ def _absorb(cast: fx.Node) -> None:
     known = isinstance(node.target, OpOverload) and any(a.name == "out_dtype" for a in node.target._schema.arguments)
     if not known or (reader is not None and list(node.users) != [reader]):
         return
-    _set(node, out_dtype=cast.kwargs["dtype"])
+    set_arguments(node, out_dtype=cast.kwargs["dtype"])
     cast.replace_all_uses_with(x)
     cast.graph.erase_node(cast)
 

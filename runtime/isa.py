@@ -13,6 +13,7 @@ LEVELS: dict[str, tuple[str, ...]] = {
     "x86-64-v3": _V3,
     "x86-64-v4": _V4,
     "x86-64-v4-bf16": (*_V4, "avx512_bf16", "avx512_vnni"),
+    "x86-64-v4-amx": (*_V4, "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16"),
 }
 """The flags of each level, lowest first, as /proc/cpuinfo spells them. Source: the x86-64 psABI, section 3.1.1."""
 
@@ -80,7 +81,7 @@ def require(needed: Iterable[str], machine: str, where: str, cpu: Cpu | None = N
     lacking = sorted(set(needed) - cpu.flags)
     if lacking:
         names = ", ".join(FRIENDLY.get(flag, flag) for flag in lacking)
-        target = cpu.level().removesuffix("-bf16")
+        target = cpu.level()
         raise RuntimeFault(
             f"{where}: needs {names}, which this CPU ({cpu.name}) lacks; compile it again with: infc compile --target {target}"
         )

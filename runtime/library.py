@@ -1,5 +1,6 @@
 """The shared library of an artifact: its kernels by symbol, and the pool of threads that runs them (kernels/pool.h)."""
 import ctypes
+import errno
 import os
 import weakref
 from ctypes import c_int, c_int64, c_uint32, c_uint64, c_void_p
@@ -30,8 +31,7 @@ class Library:
         self._code = self._load(artifact)
         self._pid = os.getpid()
         self._pool = self._code.infc_pool_create(threads, SPIN_US)
-        if not self._pool:
-            raise RuntimeFault(f"cannot start {threads} threads; load with a smaller threads=")
+        if not self._pool: raise RuntimeFault(no_pool(threads))
         # a model dropped without close() stops them too. Not at exit: the process ends them, and one may be amid a step.
         self._stop = weakref.finalize(self, _stop, self._code, self._pool, self._pid)
         self._stop.atexit = False
@@ -39,7 +39,7 @@ class Library:
     def _load(self, artifact: Artifact) -> ctypes.CDLL:
         path, fd = artifact.code_path()
         try:
-            code = ctypes.CDLL(path)
+            code = ctypes.CDLL(path, use_errno=True)
             for name, (result, arguments) in _ABI.items():
                 function = getattr(code, name)
                 function.restype, function.argtypes = result, arguments
@@ -87,6 +87,13 @@ class Library:
         """Stop the threads."""
         self._pool = None
         self._stop()                                      # once: it does nothing when called again
+
+
+def no_pool(threads: int) -> str:
+    """Why infc_pool_create, of a library loaded with use_errno, just gave none."""
+    if ctypes.get_errno() == errno.EPERM:
+        return "Linux refuses this process the registers of AMX; compile with --target x86-64-v4-bf16, whose code does without them"
+    return f"cannot start {threads} threads; give a smaller number of threads"
 
 
 def _stop(code: ctypes.CDLL, pool: int, pid: int) -> None:

@@ -6,7 +6,7 @@ decode step runs many rounds more.
 """
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -36,16 +36,18 @@ class _Context(Context):
         return "r->dims[0]" if size == LIVE else int(size)   # type: ignore[call-overload]
 
 
-def race(entries: Sequence[Entry], isa: str, threads: int, wide: torch.dtype = torch.bfloat16, bf16_rows: int = 0) -> list[Outcome]:
+def race(
+    entries: Sequence[Entry], isa: str, threads: int, wide: torch.dtype = torch.bfloat16, bf16_rows: Mapping[int, int] | None = None,
+) -> list[Outcome]:
     """Compile both kernels of each entry for this machine and time them; an entry that no kernel takes is left out.
 
-    wide: the dtype of what is replaced. bf16_rows: as narrow_dtype gives it to products of 16-bit activations. Raises UserError without
+    wide: the dtype of what is replaced. bf16_rows: what narrow_dtype is offered (Target.bf16_rows). Raises UserError without
     a compiler.
     """
     context = _Context(isa, {"T": max(ROWS)})
     pairs: list[tuple[Entry, Launch, Launch]] = []
     for entry in entries:
-        coded, plain = _coded(entry, bf16_rows), _wide(entry, wide)
+        coded, plain = _coded(entry, bf16_rows or {}), _wide(entry, wide)
         if claims.refuse(coded, context) is None and claims.refuse(plain, context) is None:
             pairs.append((entry, claims.lower(coded, context), claims.lower(plain, context)))
     if not pairs: return []
@@ -69,7 +71,7 @@ def _given(graph: fx.Graph, name: str, *shape: int, dtype: torch.dtype) -> fx.No
     return node
 
 
-def _coded(entry: Entry, bf16_rows: int) -> fx.Node:
+def _coded(entry: Entry, bf16_rows: Mapping[int, int]) -> fx.Node:
     """The call of the quantized product, x in f32 as the step graph gives it."""
     graph, s, n, k = fx.Graph(), entry.scheme, entry.n, entry.k
     x = _given(graph, "x", LIVE, k, dtype=torch.float32)

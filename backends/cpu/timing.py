@@ -9,13 +9,14 @@ from pathlib import Path
 import numpy as np
 
 from ...compiler.errors import UserError
+from ...runtime.library import no_pool
 
 
 class TimedPool:
     """The library, its threads, and memory that stays until the pool is closed."""
 
     def __init__(self, library: Path, threads: int):
-        self.lib = ctypes.CDLL(str(library))
+        self.lib = ctypes.CDLL(str(library), use_errno=True)
         self.lib.infc_pool_create.restype = ctypes.c_void_p
         self.lib.infc_pool_create.argtypes = [ctypes.c_int, ctypes.c_int64]
         self.lib.infc_pool_destroy.argtypes = [ctypes.c_void_p]
@@ -23,7 +24,7 @@ class TimedPool:
         self.lib.infc_pool_read.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
         self.lib.infc_pool_run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]
         self.pool = self.lib.infc_pool_create(threads, 2000)
-        if not self.pool: raise UserError(f"cannot start {threads} threads to measure this machine's peaks: give fewer with --threads")
+        if not self.pool: raise UserError(f"kernels cannot be timed on this machine: {no_pool(threads)}")
         self.keep: list[object] = []
 
     def close(self) -> None:

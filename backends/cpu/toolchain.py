@@ -30,6 +30,7 @@ GNU_ONLY = ("-fno-gnu-unique",)
 LINK = ("-Wl,--as-needed", "-Wl,-O1", "-Wl,--build-id=none", "-s", "-lm", "-pthread")
 
 ISA_FLAGS = {
+    "x86-64-v4-amx": ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16", "-mprefer-vector-width=512"),
     "x86-64-v4-bf16": ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-mprefer-vector-width=512"),
     "x86-64-v4": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
     "x86-64-v3": ("-march=x86-64-v3",),

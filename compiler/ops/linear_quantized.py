@@ -5,6 +5,8 @@ rounded to codes of so many bits first, act_group columns to a scale (0: one sca
 e4m3 where the weight is e4m3. With x_scale f32 [..., G], x is such codes already, and the result is fp32 unless out_dtype says otherwise.
 bf16_rows > 0: with so many rows or more, x and the weight are rounded to bf16 instead: a weight that is bf16 once serves all rows.
 """
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -16,9 +18,9 @@ BF16_MAX_K = 16_384
 """Longest rows that bf16_rows is given for: 32 columns of the weight in bf16 are then 1 MiB; a CPU thread's scratch holds two such."""
 
 
-def bf16_rows_of(target: int, act_bits: int, k: int) -> int:
-    """A product's bf16_rows where its target has such products from `target` rows on, for 16-bit activations. Long rows have no room."""
-    return target if act_bits == 16 and k <= BF16_MAX_K else 0
+def bf16_rows_of(target: Mapping[int, int], act_bits: int, k: int) -> int:
+    """A product's bf16_rows on a target that has such products from target[bits of x's codes] rows on. Long rows have no room."""
+    return target.get(act_bits, 0) if k <= BF16_MAX_K else 0
 
 
 def _product(

@@ -1,5 +1,7 @@
 """The executor: every kernel on all threads, in order; sleep and wake; timestamps; checked copies and pure reads."""
 import ctypes
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -184,3 +186,27 @@ def test_read_sees_every_byte(pool: tuple[ctypes.CDLL, int, int], size: int) -> 
     lines = size // 64 * 64
     expected = (int(data[:lines].view(np.uint64).sum(dtype=np.uint64)) + int(data[lines:].sum())) % 2**64
     assert lib.infc_pool_read(made, data.ctypes.data, size) == expected
+
+
+REFUSED = """
+import ctypes, sys
+from pathlib import Path
+from infc.backends.cpu.timing import TimedPool
+from infc.compiler.errors import UserError
+
+class Stack(ctypes.Structure):
+    _fields_ = [("sp", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+
+room = ctypes.create_string_buffer(8192)
+assert ctypes.CDLL(None).sigaltstack(ctypes.byref(Stack(ctypes.addressof(room), 0, 8192)), None) == 0
+try: TimedPool(Path(sys.argv[1]), 2)
+except UserError as error: print(error)
+"""
+
+
+def test_a_process_without_amx_registers_is_told(tmp_path: Path) -> None:
+    """Linux refuses them where a thread's signal stack has no room for them."""
+    if "x86-64-v4-amx" not in ISAS: pytest.skip("this CPU has no AMX")
+    library = build(SOURCE, "x86-64-v4-amx", tmp_path / "amx.so")
+    done = subprocess.run([sys.executable, "-c", REFUSED, str(library)], capture_output=True, text=True, check=True)
+    assert "Linux refuses this process the registers of AMX; compile with --target x86-64-v4-bf16" in done.stdout

@@ -52,7 +52,7 @@ class Precision:
         """What its passes may read."""
         scheme = parse(self.quant)
         return {"max_sequences": 16, "dtype": self.dtype, "kv": parse_kv(self.kv), "quantization": Plan(scheme, "rtn") if scheme else None,
-                "norm_codes": self.text.startswith("gpu "), "bf16_rows": 24 if self.text.startswith("many ") else 0}
+                "norm_codes": self.text.startswith("gpu "), "bf16_rows": {16: 24} if self.text.startswith("many ") else {}}
 
 
 VERIFY, CONTRACT, CHECK, GRAPH, PLAN, REPLAY, RUNTIME = (

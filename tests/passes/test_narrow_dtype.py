@@ -68,10 +68,11 @@ def bf16_rows_of(graph):
 
 
 @pytest.mark.parametrize(("scheme", "dtype", "rows"), [
-    ("w8", "bf16", 192), ("w4:asym", "bf16", 192), ("w8a8", "bf16", 0), ("w8:asym", "fp16", 0),
+    ("w8", "bf16", 192), ("w4:asym", "bf16", 192), ("w8a8", "bf16", 0), ("w4a8:asym", "bf16", 48), ("w8:asym", "fp16", 0),
     ("w8:asym", "fp32", 0)])
 def test_products_of_codes_and_many_rows_are_narrow(scheme, dtype, rows, monkeypatch):
-    graph, report = of_codes(scheme), Report("narrow_dtype", options={"dtype": dtype, "bf16_rows": 192})
+    graph, offered = of_codes(scheme), {16: 48, 8: 48} if rows == 48 else {16: 192}
+    report = Report("narrow_dtype", options={"dtype": dtype, "bf16_rows": offered})
     assert bool(PASS.apply(graph, report)) == (dtype != "fp32")                   # attentions and caches, at least
     assert bf16_rows_of(graph) == [rows] * (2 * 4 + 1)
     verify(graph)

@@ -9,6 +9,7 @@
 // A sink is a score without a key: the sum of a row begins with it, in the part of the item that holds its first page.
 #pragma once
 #include <type_traits>
+#include "attention_amx.h"
 #include "kv_wide.h"
 #include "pool.h"
 
@@ -35,14 +36,17 @@ template <> struct Sides<digits8> { using KeyCodes = biased8; using Many = digit
 #endif
 constexpr int64_t MANY_ROWS = 24;                        // no gain yet with 18 rows (D = 64, 30 to 2,000 tokens)
 
-template <class C, int D> struct Attention {
+// C: the type of the cache. IN_TILES: products by AMX, sixteen rows at a time.
+template <class C, int D, bool IN_TILES = false> struct Attention {
+    static constexpr int DIM = D;
+    static constexpr bool TILES = IN_TILES;
     using L = typename Dot<C>::Lhs;
     static constexpr int K = Dot<C>::K, A = Dot<C>::A;
     static constexpr bool WIDE = INFC_WIDEN && std::is_same<C, wide8>::value;
     static constexpr bool CODED = std::is_same<C, code8>::value || std::is_same<C, digits8>::value || WIDE;
     static constexpr bool DIGITS = INFC_DIGITS && std::is_same<C, digits8>::value;
     static constexpr int Q_LDA = D / K * A, P_LDA = int(CHUNK * PAGE) / K * A, VECS = Shape<C>::VECS;
-    static constexpr int ROWS = Shape<C>::ROWS > 12 ? 12 : Shape<C>::ROWS;
+    static constexpr int ROWS = IN_TILES ? 16 : Shape<C>::ROWS > 12 ? 12 : Shape<C>::ROWS;
     static constexpr bool FINE = sizeof(C) == 4 || std::is_same<C, code8>::value;      // else probabilities are rounded to bf16
     static constexpr int64_t PAGE_BYTES = PAGE * D * sizeof(C);
     using Pages = Widened<D, int(CHUNK)>;
@@ -191,7 +195,8 @@ template <class C, int D> struct Attention {
         alignas(64) float peak[16], base[16], alpha[16];               // of all rows at once
         f32x16 top[R];
         for (int i = 0; i < R; i++) top[i] = splat(-__builtin_inff());
-        for (int v0 = 0; v0 < 2; v0 += VECS) scores<R, VECS>(q, rows, c, v0, s, top);
+        if constexpr (IN_TILES) TilesOf<Attention>::scores(q, c, s, top);
+        else for (int v0 = 0; v0 < 2; v0 += VECS) scores<R, VECS>(q, rows, c, v0, s, top);
         for (int i = 0; i < R; i++) {
             int64_t at = i < live ? i : live - 1;                      // rows past the last repeat it
             int64_t pos = mask.first_pos + (mask.first_row + row + at) / mask.group;
@@ -227,6 +232,7 @@ template <class C, int D> struct Attention {
             }
 #endif
         }
+        if constexpr (IN_TILES) return TilesOf<Attention>::values(p, c, alpha, o);
         constexpr int VECTORS = D / 16;
 #if INFC_DIGITS
         if constexpr (DIGITS) {
@@ -254,6 +260,7 @@ template <class C, int D> struct Attention {
                                float (*)[D]);
     static INFC_INLINE TileChunk pick(int64_t rows, int& height) {     // few heights: each is code to compile
         auto at = [&](auto h) -> TileChunk { height = h.value; return &tile_chunk<h.value>; };
+        if constexpr (IN_TILES) return at(std::integral_constant<int, ROWS>());
         if (rows == 1) return at(std::integral_constant<int, 1>());
         if constexpr (ROWS >= 2) { if (rows == 2 || ROWS == 2) return at(std::integral_constant<int, 2>()); }
         if constexpr (ROWS >= 3) { if (rows == 3) return at(std::integral_constant<int, 3>()); }
@@ -371,7 +378,9 @@ void paged_attention(const infc_run* r, int64_t tokens, int64_t sequences, int64
                      const void* query_start, const void* context_len, const void* block_table, void* y,
                      const void* k_scale = nullptr, const void* v_scale = nullptr, const void* sinks = nullptr) {
     using At = Attention<C, D>;
-    using Many = Attention<typename Sides<C>::Many, D>;
+    using ManyCodes = typename Sides<C>::Many;
+    constexpr bool IN_TILES = HEAD_IN_TILES<D> && std::is_base_of<Dot<bf16>, Dot<ManyCodes>>::value;
+    using Many = Attention<ManyCodes, D, IN_TILES>;
     constexpr int64_t PANEL_ROWS = BLOCK_ROWS + (At::ROWS > Many::ROWS ? At::ROWS : Many::ROWS);
     constexpr int64_t ROW = At::Q_LDA * sizeof(typename At::L) > Many::Q_LDA * sizeof(typename Many::L)
                                 ? At::Q_LDA * sizeof(typename At::L) : Many::Q_LDA * sizeof(typename Many::L);
@@ -423,6 +432,8 @@ void paged_attention(const infc_run* r, int64_t tokens, int64_t sequences, int64
         Softmax<D>& st = mine[part.from > 0 ? 0 : part.to < it.pages ? 1 : 2];
         auto run = [&](auto how) {
             using As = decltype(how);
+            const typename TilesOf<As>::Held tiles;
+            (void)tiles;
             auto* x = reinterpret_cast<typename As::L*>(panel);
             const auto* from = static_cast<const Q*>(q);
             for (int64_t i = 0; i < it.rows; i++) As::pack(x + i * As::Q_LDA, rows + i, from + place(it, i));

@@ -193,6 +193,16 @@ inline char* scratch_of(const infc_run* r, int64_t thread) {
     return static_cast<char*>(r->scratch) + (thread - r->thread) * SCRATCH_BYTES;
 }
 
+// Linux gives a process AMX's registers when it asks for them, once for all its threads: Documentation/arch/x86/xstate.rst.
+inline bool may_use_registers() {
+#if defined(__AMX_TILE__)
+    constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+#else
+    return true;
+#endif
+}
+
 struct Worker { Pool* pool; int64_t thread; };
 
 inline void* work(void* p) {
@@ -341,10 +351,11 @@ void infc_pool_destroy(void* p) {
     free(pool);
 }
 
-// threads - 1 workers and the caller; NULL when memory or a thread was refused
+// threads - 1 workers and the caller; NULL when memory, a thread or (errno EPERM) a register was refused
 void* infc_pool_create(int threads, int64_t spin_us) {
     using namespace infc;
     if (threads < 1 || spin_us < 0) return nullptr;
+    if (!may_use_registers()) return errno = EPERM, nullptr;
     void* memory = nullptr;
     if (posix_memalign(&memory, 64, sizeof(Pool))) return nullptr;
     memset(memory, 0, sizeof(Pool));

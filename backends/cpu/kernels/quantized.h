@@ -25,7 +25,7 @@ template <int BITS, int GROUP, bool OFFSET> struct Packed {
 };
 
 // A format: how w lies, and x of type XT rounded to ACT_BITS, ACT_GROUP k (32; 0: all) to a scale.
-template <class XT, int BITS, int GROUP, bool OFFSET, int ACT_BITS, int ACT_GROUP> struct Coded : Packed<BITS, GROUP, OFFSET> {
+template <class XT, int BITS, int GROUP, bool OFFSET, int ACT_BITS, int ACT_GROUP> struct Coded : Packed<BITS, GROUP, OFFSET>, InRegisters {
     using W = Packed<BITS, GROUP, OFFSET>;
     using X = XT;
     using Dots = Step<ACT_BITS>;
@@ -43,7 +43,7 @@ template <class XT, int BITS, int GROUP, bool OFFSET, int ACT_BITS, int ACT_GROU
 #endif
     static int64_t row_bytes(int64_t k) { return W::blocks(k) * int64_t(sizeof(Row)); }
     static int64_t tile_bytes(int64_t k) { return W::panel_bytes(k); }
-    using Source = Stored<Coded>;
+    template <class F> using Source = Stored<F>;
     static bool in_place(int64_t, int64_t) { return false; }
     static void pack(void* to, const X* x, int64_t height, int64_t k);
     template <int R, class Beside>
@@ -157,7 +157,7 @@ void Coded<X, B, G, O, AB, AG>::panel(const void* x, const char* weights, int64_
                 fetch<2>(next, W::HEAD);
                 w += W::HEAD, next += ahead.share(W::HEAD);
             }
-            if (left == 4) end.template fetch_rows<R>();
+            if (left == 4) end.fetch_rows(R);
             i32x16 sum[R][V];
             block_sums<Coded, R, V>(row, w + half * 64, next + half * 64, ahead.line, sum);
 #pragma GCC unroll 8

@@ -45,20 +45,22 @@ template <class W> struct Making {
     static constexpr int PARTS = 8 / W::WIDTH, PIECES = 2 * STEPS / PARTS;             // of 64 bytes, of a block
     const char* from;
     char* to;
-    int64_t left = 0, in_group = 0, steps = 0;           // pieces of the panel, of the group; steps of tiles to a piece
+    int64_t left = 0, in_group = 0;                      // pieces of the panel, of the group
+    int64_t steps = 0, each = 0;                         // after so many steps of tiles come so many pieces
     int at = 0;                                          // of the block
     Bf16Codes<W> codes[2];
 
-    // tile_steps: of all tiles that it is to be made beside; with fewer than pieces, what is left is made by `finish`
+    // tile_steps: of all tiles that it is to be made beside; 0: `finish` makes it
     void start(const char* w, int64_t k, char* room, int64_t tile_steps) {
-        from = w, to = room, left = W::blocks(k) * PIECES, in_group = 0, at = 0, steps = tile_steps / left;
-        if (steps == 0) steps = 1;
+        from = w, to = room, left = W::blocks(k) * PIECES, in_group = 0, at = 0;
+        steps = tile_steps > left ? tile_steps / left : 1;
+        each = tile_steps ? (left + tile_steps - 1) / tile_steps : 0;
     }
     void finish() {
         while (left) make();
     }
     INFC_INLINE void piece() {
-        if (left) make();
+        for (int64_t i = 0; i < each && left; i++) make();
     }
     INFC_INLINE void make() {
         if (in_group == 0) {
@@ -94,7 +96,7 @@ template <class F> struct Made {
         if (p != making) start(p, 0);
         beside.finish();
         making = p + 1 < end ? p + 1 : -1;
-        if (making >= 0) start(making, tiles * Lhs<bf16>::steps(k));
+        if (making >= 0) start(making, tiles * F::steps(k));
         return rooms + p % 2 * room;
     }
     void start(int64_t p, int64_t tile_steps) { beside.start(w + p * stored, k, rooms + p % 2 * room, tile_steps); }
@@ -105,8 +107,9 @@ template <class F> struct Made {
 template <class XT, int BITS, int GROUP, bool OFFSET> struct CodedBf16 : Wide<bf16> {
     using W = Packed<BITS, GROUP, OFFSET>;
     using X = XT;
-    using Source = Made<CodedBf16>;
+    template <class F> using Source = Made<F>;
     static constexpr int64_t ROWS = 12;                  // 24 sums, 2 weights, and 6 for the panel that is being made
+    static int64_t steps(int64_t k) { return Lhs<bf16>::steps(k); }
     static int64_t panel_bytes(int64_t k) { return W::panel_bytes(k); }
     static int64_t tile_bytes(int64_t k) { return W::blocks(k) * BLOCK_K / 2 * 128; }
     static bool in_place(int64_t, int64_t) { return false; }
