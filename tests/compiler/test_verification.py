@@ -1,11 +1,18 @@
 """Golden cases: a bound is worth something only where the model itself has an answer."""
+import itertools
+
 import pytest
 import torch
 from infc import passes
+from infc.compiler.contracts import run_plain
 from infc.compiler.errors import CheckFailed
 from infc.compiler.frontends import capture, load
+from infc.compiler.ops.linear_quantized import PRODUCTS
 from infc.compiler.pipeline import run_pipeline
-from infc.compiler.verification import SHORT, golden, lengths
+from infc.compiler.quant.plan import Plan
+from infc.compiler.quant.scheme import parse
+from infc.compiler.rewrite import set_arguments
+from infc.compiler.verification import SHORT, golden, lengths, step_sample
 
 
 def step_graph(captured):
@@ -56,3 +63,19 @@ def test_bf16_weights_may_lose_what_eager_bf16_loses():
     norm.update_arg(2, 1e-1)
     with pytest.raises(CheckFailed, match="eager PyTorch in bf16"):
         golden(captured, graph, (1, 16))
+
+
+def test_a_bound_holds_for_rows_beside_those_of_other_sequences():
+    """Products that are of bf16 from so many rows on take a prompt's rows one way alone and another in a fuller step."""
+    captured = capture("random:tiny?layers=1")
+    graph = captured.copy()
+    given = {"dtype": "bf16", "quantization": Plan(parse("w8")), "bf16_rows": {16: 20}}
+    run_pipeline(graph, passes.pipeline("bf16", quantized=True), check="off", allow="approximate", options=given)
+    found = golden(captured, graph, (1, 64))
+    errors = dict.fromkeys((0, 1, 20), 0.0)
+    for case, rows in itertools.product(found.cases, errors):
+        for node in graph.nodes:
+            if node.target in PRODUCTS: set_arguments(node, bf16_rows=rows)
+        logits = run_plain(graph, step_sample(graph, torch.tensor(case.tokens), case.rows))[graph.outputs.index("logits")]
+        errors[rows] = max(errors[rows], float((logits.double() - case.logits).abs().max()))
+    assert found.graph_error == pytest.approx(max(errors[0], errors[1]), rel=1e-4) and errors[20] < max(errors[0], errors[1])
