@@ -117,8 +117,9 @@ def refuse_place(path: Path, force: bool) -> None:
 
 def _refuse_existing(path: Path, force: bool) -> None:
     """Something is there that must not be replaced, or the folder is not."""
-    if not path.absolute().parent.is_dir():
-        raise RuntimeFault(f"{path}: the folder {path.absolute().parent} does not exist")
+    parent = path.absolute().parent
+    if not parent.is_dir():
+        raise RuntimeFault(f"{path}: {parent} is a file, not a folder" if parent.is_file() else f"{path}: the folder {parent} does not exist")
     if not os.path.lexists(path):
         return
     if not force:

@@ -291,6 +291,9 @@ def test_a_model_goes_on_after_its_artifact_was_replaced(fake):
 def test_no_folder_to_write_to(fake):
     with pytest.raises(RuntimeFault, match=r"the folder .* does not exist"):
         fake.write("none/a.infc")
+    fake.write("b.infc")
+    with pytest.raises(RuntimeFault, match=r"manifest.json is a file, not a folder"):
+        fake.write("b.infc/manifest.json/a.infc")
 
 
 def test_an_interrupted_write_leaves_nothing(fake, monkeypatch):
