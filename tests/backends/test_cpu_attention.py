@@ -23,6 +23,7 @@ KINDS = {
     "no-groups-window": (2, 2, 32, F32, F32, F32, 40, 0.0),
     "soft-cap": (4, 1, 80, F32, F32, F32, 0, 20.0),
     "soft-cap-window-bf16": (8, 2, 128, BF16, BF16, BF16, 70, 30.0),
+    "wide-heads": (4, 2, 96, BF16, BF16, F32, 0, 0.0),
     "sinks": (8, 1, 64, BF16, BF16, BF16, 0, 0.0, F32),
     "sinks-window-f32": (6, 2, 48, F32, F32, F32, 40, 0.0, F32),
     "sinks-soft-cap": (3, 3, 32, F32, F32, F32, 0, 20.0, BF16),
