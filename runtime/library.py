@@ -1,13 +1,12 @@
 """The shared library of an artifact: its kernels by symbol, and the pool of threads that runs them (kernels/pool.h)."""
 import ctypes
-import errno
 import os
 import weakref
 from ctypes import c_int, c_int64, c_uint32, c_uint64, c_void_p
 
 from . import isa
 from .artifact import Artifact
-from .errors import RuntimeFault
+from .errors import RuntimeFault, no_pool
 
 SPIN_US = 2000
 """How long workers spin after a step before they sleep: longer than Python needs between two steps."""
@@ -31,7 +30,7 @@ class Library:
         self._code = self._load(artifact)
         self._pid = os.getpid()
         self._pool = self._code.infc_pool_create(threads, SPIN_US)
-        if not self._pool: raise RuntimeFault(no_pool(threads))
+        if not self._pool: raise RuntimeFault(no_pool(threads, ctypes.get_errno()))
         # a model dropped without close() stops them too. Not at exit: the process ends them, and one may be amid a step.
         self._stop = weakref.finalize(self, _stop, self._code, self._pool, self._pid)
         self._stop.atexit = False
@@ -87,13 +86,6 @@ class Library:
         """Stop the threads."""
         self._pool = None
         self._stop()                                      # once: it does nothing when called again
-
-
-def no_pool(threads: int) -> str:
-    """Why infc_pool_create, of a library loaded with use_errno, just gave none."""
-    if ctypes.get_errno() == errno.EPERM:
-        return "Linux refuses this process the registers of AMX; compile with --target x86-64-v4-bf16, whose code does without them"
-    return f"cannot start {threads} threads; give a smaller number of threads"
 
 
 def _stop(code: ctypes.CDLL, pool: int, pid: int) -> None:

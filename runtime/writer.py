@@ -119,7 +119,8 @@ def _refuse_existing(path: Path, force: bool) -> None:
     """Something is there that must not be replaced, or the folder is not."""
     parent = path.absolute().parent
     if not parent.is_dir():
-        raise RuntimeFault(f"{path}: {parent} is a file, not a folder" if parent.is_file() else f"{path}: the folder {parent} does not exist")
+        why = f"{parent} is a file, not a folder" if parent.is_file() else f"the folder {parent} does not exist"
+        raise RuntimeFault(f"{path}: {why}")
     if not os.path.lexists(path):
         return
     if not force:

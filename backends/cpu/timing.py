@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from ...compiler.errors import UserError
-from ...runtime.library import no_pool
+from ...runtime.errors import no_pool
 
 
 class TimedPool:
@@ -24,7 +24,7 @@ class TimedPool:
         self.lib.infc_pool_read.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
         self.lib.infc_pool_run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]
         self.pool = self.lib.infc_pool_create(threads, 2000)
-        if not self.pool: raise UserError(f"kernels cannot be timed on this machine: {no_pool(threads)}")
+        if not self.pool: raise UserError(f"kernels cannot be timed on this machine: {no_pool(threads, ctypes.get_errno())}")
         self.keep: list[object] = []
 
     def close(self) -> None:
