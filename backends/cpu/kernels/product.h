@@ -171,16 +171,16 @@ INFC_INLINE void tiles_of(const infc_run* r, int64_t rows, const typename F::X* 
     for (int64_t begin = part.rows.begin; begin < part.rows.end;) {
         int64_t chunks = (part.rows.end - begin + at_once - 1) / at_once;              // equal chunks, then equal tiles
         int64_t n = (part.rows.end - begin + chunks - 1) / chunks, tiles = (n + MAX - 1) / MAX;
-        const bool in_place = F::in_place(n, k);
-        const char* lhs = in_place ? reinterpret_cast<const char*>(x + begin * k) : packed;
         for (int64_t p = mine.begin; p < mine.end; p++) {
             const char* panel = source.at(p, tiles);
             for (int64_t t = 0; t < tiles; t++) {
                 const Span s = F::tile(n, t, tiles);
                 const int64_t height = s.end - s.begin;
                 const auto* from = x + (begin + s.begin) * k;
-                if (p == mine.begin && !in_place) {
-                    F::pack(packed + s.begin * row_bytes, from, height, k);
+                const bool in_place = F::in_place(height, k);
+                const void* lhs = in_place ? static_cast<const void*>(from) : packed + s.begin * row_bytes;
+                if (p == mine.begin) {
+                    if (!in_place) F::pack(packed + s.begin * row_bytes, from, height, k);
                     if (t + 1 < tiles)                   // the next rows come while this tile is worked on
                         fetch<2>(from + height * k, (F::tile(n, t + 1, tiles).end - s.end) * k);
                 }
@@ -188,7 +188,7 @@ INFC_INLINE void tiles_of(const infc_run* r, int64_t rows, const typename F::X* 
                 // several tiles meet a panel: each fetches its part of what comes next
                 const Ahead ahead = tiles == 1 ? Ahead{panel + r->ahead, 128}
                                                : Ahead{source.next(p) + t * panel_bytes / tiles, line / tiles + 1};
-                F::template multiply<F>(height, lhs + s.begin * row_bytes, panel, k, ahead, end, source.beside, out);
+                F::template multiply<F>(height, lhs, panel, k, ahead, end, source.beside, out);
                 emit(begin + s.begin, height, p, out);
             }
         }
