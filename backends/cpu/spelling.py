@@ -11,7 +11,7 @@ SHORT = {torch.float32: "f32", torch.bfloat16: "bf16", torch.int32: "i32", torch
 FLOATS = (torch.float32, torch.bfloat16)
 PANEL = {torch.float32: "f32_n32", torch.bfloat16: "bf16_n32k2"}
 ACT = {"silu": "infc::SILU", "gelu": "infc::GELU", "gelu_tanh": "infc::GELU_TANH"}
-MAX_K = 32768                  # 14 rows of x of this length fit half of a thread's 4 MiB of scratch, in fp32 too
+MAX_K = 32768                  # 14 rows of x of this length in fp32, or 32 in bf16, fit half of a thread's 4 MiB of scratch
 
 Named = dict[str, Any]
 

@@ -1,7 +1,8 @@
 // Products of many rows by AMX: the matrix registers ("tiles") of 16 rows x 64 bytes that Sapphire Rapids and later have.
 //
 // A step is 32 k: two tiles of x and two of w make four of sums, so each value that is loaded is used twice. A panel's step of
-// w lies as AMX wants it, 16 rows of two k x 16 columns, 128 bytes apart. x is packed, rows past the last are zeros.
+// w lies as AMX wants it, 16 rows of two k x 16 columns, 128 bytes apart. x is read as it lies, or
+// packed: with rounding, where K is no multiple of 32, and for the last rows, with rows of zeros behind them.
 // Inputs and sums below 2**-126 are taken as 0 (Intel SDM, TDPBF16PS).
 //
 // SmolLM2 in bf16 on two virtual CPUs of Emerald Rapids, prompts beside products in registers (AVX512_BF16): 8 tokens 1.2x, 16 2.1x,
@@ -74,12 +75,13 @@ template <class F> struct InTiles : F {
         }
     }
 
-    // One or two tiles of rows (DOWN) x one panel -> out. row, next: bytes of x from a row, a step, to the next. Sums are closed after CHAIN steps at most and added up: with 20 the error is
-    // 0.7x that of torch's product of the same numbers in fp32 (K = 576 and 1536), with 48 it is 0.95x.
+    // One or two tiles of rows (DOWN) x one panel -> out. row, next: bytes of x from a row, a step, to the next. Sums are closed after
+    // CHAIN steps at most and added up: with 20 the error is 0.7x that of torch's product of the same numbers in fp32 (K = 576 and 1536),
+    // with 48 it is 0.95x.
     static constexpr int64_t CHAIN = 20;
     template <int DOWN, class Beside>
-    static INFC_INLINE void sums(const char* x, int64_t row, int64_t next, const char* w, int64_t k, Ahead ahead, const End& end, int64_t height, Beside& beside,
-                                 float* out) {
+    static INFC_INLINE void sums(const char* x, int64_t row, int64_t next, const char* w, int64_t k, Ahead ahead, const End& end,
+                                 int64_t height, Beside& beside, float* out) {
         alignas(64) char last[2 * TILE_BYTES];           // the last step where w ends before it
         alignas(64) float more[DOWN * TILE_ROWS * COLS];
         const int64_t all = steps(k), chains = (all + CHAIN - 1) / CHAIN;
