@@ -1,4 +1,6 @@
 """A gate that a user meets stops every planted fault; by hand: PYTHONPATH=tests python -m mutations."""
+from collections.abc import Sequence
+
 import pytest
 from infc.compiler.targets import TARGETS, missing
 from mutations import gates
@@ -10,15 +12,16 @@ FAST = {fault.where: fault.name for fault in reversed(FAULTS) if fault.kind == "
 """The first fault of each pass; the others, and all that need a C++ compiler, are for `make test-slow`."""
 
 
-def needs(dtype: str) -> None:
+def needs(dtype: str, edits: Sequence[Edit] = ()) -> None:
     """Skips what this CPU cannot run."""
+    if any("amx" in edit.file for edit in edits) and missing(TARGETS["x86-64-v4-amx"]): pytest.skip("this CPU has no AMX")
     if dtype.startswith("many ") and missing(TARGETS["x86-64-v4-bf16"]): pytest.skip("this CPU does not multiply bf16")
 
 
 @pytest.mark.parametrize("fault", [
     pytest.param(f, id=f"{f.kind}: {f.name}", marks=() if FAST.get(f.where) == f.name else pytest.mark.slow) for f in FAULTS])
 def test_a_fault_is_stopped_by_the_gate_of_its_kind(fault: Fault) -> None:
-    needs(fault.dtype)
+    needs(fault.dtype, fault.edits)
     found = verdict(fault)
     assert found is not None, f"{fault.name} in {fault.where} escaped"
     assert found.gate == fault.gate, found.message
