@@ -104,7 +104,7 @@ def golden(captured: Graph, graph: Graph, buckets: Sequence[int], cache: kept.Ke
 def _computed(captured: Graph, graph: Graph, prompts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Golden:
     """The cases of these prompts, token ids and positions [1, S]."""
     cases: list[Case] = []
-    worst, largest, allowed, dtype = 0.0, 0.0, 0.0, narrow(graph)
+    worst, largest, allowed, dtype, ways = 0.0, 0.0, 0.0, narrow(graph), _ways(graph)
     for ids, positions in prompts:
         length = ids.shape[1]
         rows = list(range(max(0, length - ROWS), length))
@@ -118,7 +118,7 @@ def _computed(captured: Graph, graph: Graph, prompts: Sequence[tuple[torch.Tenso
             eager = _eager(captured, (ids, positions), 0, dtype)[0, rows] if dtype else plain
             _check_computable(truth, plain, "the model as captured, in eager fp32,")
             step = step_sample(graph, ids[0], rows)
-        own = torch.stack([run_plain(way, step)[logits] for way in _ways(graph, length)])
+        own = torch.stack([run_plain(way, step)[logits] for way in ways])
         if not bool(own.isfinite().all()):
             raise CheckFailed("the optimized graph gives logits that are not finite, where fp64 gives finite ones"
                               + (f": fp16 ends at {LARGEST:.0f}, use --dtype bf16" if dtype == torch.float16 else ""))
@@ -141,15 +141,15 @@ def _many(graph: Graph) -> int:
     return max((argument(node, "bf16_rows") for node in graph.nodes if node.target in PRODUCTS), default=0)
 
 
-def _ways(graph: Graph, rows: int) -> list[Graph]:
-    """The graph; and what it is for these rows in a step where with those of other sequences, or without an earlier chunk's, they are as
-    many, or as few, that products are other ones."""
-    many = _many(graph)
-    if not many: return [graph]
-    other = graph.copy()
-    for node in other.nodes:
-        if node.target in PRODUCTS and argument(node, "bf16_rows"): set_arguments(node, bf16_rows=1 if rows < many else 0)
-    return [graph, other]
+def _ways(graph: Graph) -> list[Graph]:
+    """The graph; where products are other ones with many rows, what it is with few and with many: a prompt's rows may come in chunks, and
+    beside those of other sequences."""
+    if not _many(graph): return [graph]
+    few, many = graph.copy(), graph.copy()
+    for way, rows in ((few, 0), (many, 1)):
+        for node in way.nodes:
+            if node.target in PRODUCTS and argument(node, "bf16_rows"): set_arguments(node, bf16_rows=rows)
+    return [few, many]
 
 
 def quantized(graph: Graph) -> bool:

@@ -30,7 +30,7 @@ class Library:
         self._code = self._load(artifact)
         self._pid = os.getpid()
         self._pool = self._code.infc_pool_create(threads, SPIN_US)
-        if not self._pool: raise RuntimeFault(no_pool(threads, ctypes.get_errno()))
+        if not self._pool: raise RuntimeFault(f"{self.where}: {no_pool(threads, ctypes.get_errno())}")
         # a model dropped without close() stops them too. Not at exit: the process ends them, and one may be amid a step.
         self._stop = weakref.finalize(self, _stop, self._code, self._pool, self._pid)
         self._stop.atexit = False

@@ -22,6 +22,8 @@
 namespace infc {
 
 #if INFC_AMX
+constexpr int64_t TILE_ROWS = 16;
+
 // All eight tiles of this thread, whole, while it lives. The kernel saves no tiles of a thread that has released them.
 struct Tiles {
     Tiles() {
@@ -38,7 +40,7 @@ INFC_INLINE void tiles_meet_memory() { asm volatile("" ::: "memory"); }
 // Of a format F whose panels are bf16 as Wide<bf16> has them.
 template <class F> struct InTiles : F {
     using X = typename F::X;
-    static constexpr int64_t STEP_K = 32, TILE_ROWS = 16, TILE_BYTES = 1024, ROWS = 2 * TILE_ROWS, HELD = 1 << 20;       // HELD: of 2 MiB
+    static constexpr int64_t STEP_K = 32, TILE_BYTES = 1024, ROWS = 2 * TILE_ROWS, HELD = 1 << 20;       // HELD: half of a 2 MiB L2
     static constexpr int64_t FROM_ROWS = 8;              // a step of 8 is 1.2x as fast
 
     static int64_t steps(int64_t k) { return (k + STEP_K - 1) / STEP_K; }

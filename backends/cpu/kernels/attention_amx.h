@@ -9,7 +9,6 @@
 namespace infc {
 
 #if INFC_AMX
-constexpr int TILE_ROWS = 16;
 template <int D> constexpr bool HEAD_IN_TILES = D % 32 == 0;
 
 // q [16][D] @ one page of K.T -> s [16][32], rows `stride` values apart
@@ -59,7 +58,6 @@ INFC_INLINE void tile_values(const void* p, int64_t stride, const char* const* v
 
 // The two products of an Attention A whose TILES is true; Held is what a thread keeps while it uses them.
 template <class A> struct TilesOf {
-    struct Nothing {};
     using Held = typename std::conditional<A::TILES, Tiles, Nothing>::type;
     static constexpr int D = A::DIM;
 
