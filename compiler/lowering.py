@@ -16,6 +16,7 @@ from ..runtime.artifact import GOLDEN
 from ..runtime.manifest import BLOCK, GoldenInfo, KvBuffer, Manifest, ModelInfo, PassInfo
 from ..runtime.program import Program
 from . import keys, targets
+from .bucket_graph import of_bucket
 from .errors import UserError
 from .fits import machine_of
 from .ir import Graph
@@ -42,15 +43,16 @@ def build_programs(
     graph: Graph, options: Options, backend: Any, isa: str, store: Store, maxima: Callable[[Unit, Context], tuple[int, int]],
 ) -> tuple[list[Program], Placement, Bounds]:
     assert options.buckets and options.max_sequences
-    programs, placement, bounds = [], None, Bounds()
+    programs, placement, bounds, least = [], None, Bounds(), 1
     for tokens in sorted(set(options.buckets)):
+        own, least = of_bucket(graph, least), tokens + 1
         rows = min(tokens, options.max_sequences)
         blocks = -(-int(graph.meta["max_positions"]) // BLOCK)
         context = Context(isa, {"T": tokens, "N": rows, "R": rows, "M": blocks}, graph.symbols)
-        placement = place(graph, backend.backends(), context)
+        placement = place(own, backend.backends(), context)
         if options.strict: check_strict(coverage(placement))
-        programs.append(build(graph, placement.units, context, store, backend.pack, maxima))
-        bounds[programs[-1].name] = Bound(graph, placement.units, context)
+        programs.append(build(own, placement.units, context, store, backend.pack, maxima))
+        bounds[programs[-1].name] = Bound(own, placement.units, context)
     assert placement is not None
     return programs, placement, bounds
 

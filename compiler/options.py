@@ -101,8 +101,15 @@ def _expected(given: Any) -> tuple[tuple[str, int], ...]:
 
 def settled(options: Options, target: targets.Target) -> Options:
     """With what the target decides filled in."""
-    return replace(options, buckets=options.buckets or BUCKETS[target.kind],
+    return replace(options, buckets=options.buckets or _buckets(options, target),
                    max_sequences=options.max_sequences or SEQUENCES[target.kind])
+
+
+def _buckets(options: Options, target: targets.Target) -> tuple[int, ...]:
+    """The default ones; of products that are of bf16 from some number of rows on, one ends where those begin: see compiler.bucket_graph."""
+    found = BUCKETS[target.kind]
+    rows = max(target.bf16_rows.values(), default=0) if options.quant != "none" and options.dtype == "bf16" else 0
+    return (*found[:-2], rows - 1, found[-1]) if found[-3] + 1 < rows <= found[-1] else found
 
 
 def gated(options: Options) -> bool:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from . import kept
+from .bucket_graph import of_bucket
 from .contracts import run_fp64, run_plain, run_rounded
 from .divergence import LARGEST, NARROW, narrow
 from .errors import CheckFailed
@@ -145,7 +146,7 @@ def _ways(graph: Graph) -> list[Graph]:
     """The graph; where products are other ones with many rows, what it is with few and with many: a prompt's rows may come in chunks, and
     beside those of other sequences."""
     if not _many(graph): return [graph]
-    few, many = graph.copy(), graph.copy()
+    few, many = graph.copy(), of_bucket(graph, _many(graph)).copy()
     for way, rows in ((few, 0), (many, 1)):
         for node in way.nodes:
             if node.target in PRODUCTS and argument(node, "bf16_rows"): set_arguments(node, bf16_rows=rows)

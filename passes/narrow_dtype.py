@@ -7,19 +7,17 @@ APPROXIMATE: next-token distributions may not be further (KL) from the fp32 grap
 16 bits; and no value of fp16, which ends at 65504, may overflow.
 """
 import math
-import operator
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 
+from ..compiler.casts import Casts
 from ..compiler.divergence import LARGEST, NARROW, WIDE, converted, divergences, input_dtypes, narrow, overflow
 from ..compiler.errors import CheckFailed
 from ..compiler.ir import Graph, argument, fake_mode, fake_propagate
-from ..compiler.layout import MOVES
 from ..compiler.ops import aten, infc
 from ..compiler.ops.linear_quantized import PRODUCTS as CODED_PRODUCTS
 from ..compiler.ops.linear_quantized import bf16_rows_of
@@ -27,9 +25,6 @@ from ..compiler.rewrite import APPROXIMATE, Measured, Pass, Report, emit, set_ar
 
 PRODUCTS = {infc.linear.default, infc.linear_swiglu.default}
 CACHE_OPS = {infc.kv_write.default, infc.rope_kv_write.default, infc.paged_attention.default}
-SELECTS = MOVES - {aten.cat.default, aten.stack.default, operator.getitem} | {aten.index_select.default}
-"""Of one value; rounding before or after them is the same."""
-
 
 def run(graph: Graph, report: Report) -> int:
     """Counts the weights and the attentions (with their caches) that became narrow, and the products that will be with many rows."""
@@ -63,29 +58,10 @@ def run(graph: Graph, report: Report) -> int:
         set_arguments(node, bf16_rows=rows)
         fired += 1
     if fired:
-        for cast in casts.made.values(): _absorb(cast)
+        casts.absorb()
         if graph.sample_inputs is not None: graph.sample_inputs = SamplesAs(graph.sample_inputs, input_dtypes(graph))
         fake_propagate(graph, accept_changes=True)
     return fired
-
-
-@dataclass
-class Casts:
-    """Values in 16 bits, one cast for all who want it."""
-
-    graph: Graph
-    dtype: torch.dtype
-    made: dict[fx.Node, fx.Node] = field(default_factory=dict)
-
-    def of(self, x: Any, like: fx.Node) -> fx.Node:
-        """x in the narrow dtype, before `like`."""
-        if x.meta["val"].dtype == self.dtype:
-            return x
-        if x not in self.made:
-            self.made[x] = emit(self.graph, aten._to_copy.default, (x,), {"dtype": self.dtype}, like=like)
-        elif like < self.made[x]:
-            like.prepend(self.made[x])
-        return self.made[x]
 
 
 def _weights(graph: Graph, report: Report, dtype: torch.dtype) -> list[fx.Node]:
@@ -123,23 +99,6 @@ def _narrow_weight(graph: Graph, weight: fx.Node, casts: Casts) -> None:
 def _retype(graph: Graph, placeholder: fx.Node, dtype: torch.dtype) -> None:
     with fake_mode(graph):
         placeholder.meta["val"] = placeholder.meta["val"].to(dtype)
-
-
-def _absorb(cast: fx.Node) -> None:
-    """Let the operator that makes the value round it, if the cast is its only reader (views and row selections between)."""
-    x: Any = cast.args[0]
-    node, reader = x, cast
-    while list(node.users) == [reader] and node.target in SELECTS:
-        node, reader = node.args[0], node
-    if list(node.users) == [reader] and node.target is operator.getitem and node.args[1] == 0:
-        first = node.args[0]
-        if first.target is infc.add_rms_norm.default and sum(u.args[1] == 0 for u in first.users) == 1: node, reader = first, None
-    known = isinstance(node.target, OpOverload) and any(a.name == "out_dtype" for a in node.target._schema.arguments)
-    if not known or (reader is not None and list(node.users) != [reader]):
-        return
-    set_arguments(node, out_dtype=cast.kwargs["dtype"])
-    cast.replace_all_uses_with(x)
-    cast.graph.erase_node(cast)
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,7 @@ def _body(a: Named, context: Context, function: str, types: str, rest: str) -> t
     if not many: return call, ""
     offset = str(a["offset"] is not None).lower()
     wide = f"infc::CodedBf16<{x}, {a['bits']}, {a['group']}, {offset}>"
+    if many == 1: return f"infc::{function}<{wide}, {types}>(r, {rows}, {rest});", "_bf16"
     return f"if ({rows} < {many}) {call}\nelse infc::{function}<{wide}, {types}>(r, {rows}, {rest});", f"_bf16_from_{many}"
 
 

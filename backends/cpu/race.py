@@ -6,7 +6,8 @@ decode step runs many rounds more.
 """
 import math
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,17 @@ class _Context(Context):
         return "r->dims[0]" if size == LIVE else int(size)   # type: ignore[call-overload]
 
 
+@dataclass(frozen=True)
+class _Kernels:
+    """launches: of codes with few rows, of codes with `many` rows or more where these have another, and the wide one."""
+
+    launches: Mapping[str, Launch]
+    many: int
+
+    def side(self, rows: int) -> str:
+        return "many" if 0 < self.many <= rows else "few"
+
+
 def race(
     entries: Sequence[Entry], isa: str, threads: int, wide: torch.dtype = torch.bfloat16, bf16_rows: Mapping[int, int] | None = None,
 ) -> list[Outcome]:
@@ -45,22 +57,23 @@ def race(
     a compiler.
     """
     context = _Context(isa, {"T": max(ROWS)})
-    pairs: list[tuple[Entry, Launch, Launch]] = []
+    raced: list[tuple[Entry, _Kernels]] = []
     for entry in entries:
-        coded, plain = _coded(entry, bf16_rows or {}), _wide(entry, wide)
-        if claims.refuse(coded, context) is None and claims.refuse(plain, context) is None:
-            pairs.append((entry, claims.lower(coded, context), claims.lower(plain, context)))
-    if not pairs: return []
+        many = bf16_rows_of(bf16_rows or {}, entry.scheme.act_bits, entry.k)
+        calls = {"few": _coded(entry, False), **({"many": _coded(entry, True)} if many else {}), "wide": _wide(entry, wide)}
+        if all(claims.refuse(call, context) is None for call in calls.values()):
+            raced.append((entry, _Kernels({side: claims.lower(call, context) for side, call in calls.items()}, many)))
+    if not raced: return []
     source, headers = "", dict.fromkeys(["pool.h"])
-    for i, (_, coded, plain) in enumerate(pairs):
-        for side, launch in (("q", coded), ("w", plain)):
+    for i, (_, kernels) in enumerate(raced):
+        for side, launch in kernels.launches.items():
             headers.update(dict.fromkeys(launch.headers))
             source += f'extern "C" void {side}{i}_k(void* const* b, const infc_run* r) {{ {launch.body} }}\n'
     with tempfile.TemporaryDirectory(prefix="infc-race-") as folder:
         text = "".join(f'#include "{h}"\n' for h in headers) + source
         pool = TimedPool(build(text, isa, Path(folder) / "race.so", cache_folder() / "code"), threads)
         try:
-            return [_time(pool, i, entry, coded, plain, wide) for i, (entry, coded, plain) in enumerate(pairs)]
+            return [_time(pool, i, entry, kernels, wide) for i, (entry, kernels) in enumerate(raced)]
         finally:
             pool.close()
 
@@ -71,16 +84,15 @@ def _given(graph: fx.Graph, name: str, *shape: int, dtype: torch.dtype) -> fx.No
     return node
 
 
-def _coded(entry: Entry, bf16_rows: Mapping[int, int]) -> fx.Node:
-    """The call of the quantized product, x in f32 as the step graph gives it."""
+def _coded(entry: Entry, many: bool) -> fx.Node:
+    """The call of the quantized product, x as the graphs of buckets give it: compiler.bucket_graph."""
     graph, s, n, k = fx.Graph(), entry.scheme, entry.n, entry.k
-    x = _given(graph, "x", LIVE, k, dtype=torch.float32)
+    x = _given(graph, "x", LIVE, k, dtype=torch.bfloat16 if many else torch.float32)
     codes = _given(graph, "codes", n, -(-k * s.bits // 8), dtype=torch.uint8)
     scale = _given(graph, "scale", n, groups(k, s.group), dtype=torch.float16)
     offset = None if s.symmetric else _given(graph, "offset", n, groups(k, s.group), dtype=torch.float16)
     args = (x, codes, scale, offset, None, None, s.bits, s.group, s.act_bits, s.row_group, torch.float32)
-    rows = bf16_rows_of(bf16_rows, s.act_bits, k)
-    return _call(graph.call_function(infc.linear_quantized.default, args, {"bf16_rows": rows}), n)
+    return _call(graph.call_function(infc.linear_quantized.default, args, {"bf16_rows": int(many)}), n)
 
 
 def _wide(entry: Entry, dtype: torch.dtype) -> fx.Node:
@@ -94,23 +106,19 @@ def _call(node: fx.Node, n: int) -> fx.Node:
     return node
 
 
-def _time(pool: TimedPool, index: int, entry: Entry, quantized: Launch, wide: Launch, dtype: torch.dtype) -> Outcome:
+def _time(pool: TimedPool, index: int, entry: Entry, kernels: _Kernels, dtype: torch.dtype) -> Outcome:
     w = torch.randn((entry.n, entry.k), generator=torch.Generator().manual_seed(0)) * entry.k**-0.5
     found = round_to_nearest(w, entry.scheme)
     parts = [part for part in (found.codes, found.scale, found.offset) if part is not None]
-    x = pool.memory(max(ROWS) * entry.k * 4, np.float32)
     y = pool.memory(max(ROWS) * entry.n * 4, np.float32)
-    x_wide = pool.memory(max(ROWS) * entry.k * dtype.itemsize, np.uint16 if dtype == torch.bfloat16 else np.float32)
-    runs = []
-    for side, launch, tensors, lhs in (("q", quantized, parts, x), ("w", wide, [w.to(dtype)], x_wide)):
-        layout = next(arg.layout for arg in launch.args if isinstance(arg, Weight))
-        packed = np.ascontiguousarray(LAYOUTS[layout](*tensors)).view(np.uint8).reshape(-1)
-        size = -(-packed.nbytes // 64) * 64
-        copies = max(4, math.ceil(3 * last_level_cache() / size))
-        room = pool.memory(copies * size, np.uint16).view(np.uint8)
-        for i in range(copies): room[i * size : i * size + packed.nbytes] = packed
-        tables = [[lhs.ctypes.data, room.ctypes.data + i * size, y.ctypes.data] for i in range(copies)]
-        runs.append([pool.steps(f"{side}{index}", tables if rows < 256 else tables[:4], [rows]) for rows in ROWS])
+    x = pool.memory(max(ROWS) * entry.k * 4, np.float32)                # zeros in any type
+    tables = {side: _tables(pool, kernels.launches[side], tensors, x, y) for side, tensors in (("few", parts), ("wide", [w.to(dtype)]))}
+    tables["many"] = tables["few"]
+
+    def run_of(side: str, rows: int) -> Callable[[], float]:
+        return pool.steps(f"{side}{index}", tables[side] if rows < 256 else tables[side][:4], [rows])
+
+    runs = [[run_of(kernels.side(rows), rows) for rows in ROWS], [run_of("wide", rows) for rows in ROWS]]
     best = [[math.inf] * len(ROWS) for _ in runs]
     for round_ in range(-1, ROUNDS):
         for mine, steps in zip(best, runs, strict=True):
@@ -120,4 +128,15 @@ def _time(pool: TimedPool, index: int, entry: Entry, quantized: Launch, wide: La
     for _ in range(CONFIRMING):
         if best[0][0] <= NOISE * best[1][0]: break
         for mine, steps in zip(best, runs, strict=True): mine[0] = min(mine[0], steps[0]())
-    return Outcome(entry, quantized.name, tuple(best[0]), tuple(best[1]))
+    return Outcome(entry, kernels.launches["few"].name, tuple(best[0]), tuple(best[1]))
+
+
+def _tables(pool: TimedPool, launch: Launch, weight: Sequence[torch.Tensor], x: np.ndarray, y: np.ndarray) -> list[list[int]]:
+    """The arguments of a launch, for each of several copies of the weight."""
+    layout = next(arg.layout for arg in launch.args if isinstance(arg, Weight))
+    packed = np.ascontiguousarray(LAYOUTS[layout](*weight)).view(np.uint8).reshape(-1)
+    size = -(-packed.nbytes // 64) * 64
+    copies = max(4, math.ceil(3 * last_level_cache() / size))
+    room = pool.memory(copies * size, np.uint16).view(np.uint8)
+    for i in range(copies): room[i * size : i * size + packed.nbytes] = packed
+    return [[x.ctypes.data, room.ctypes.data + i * size, y.ctypes.data] for i in range(copies)]

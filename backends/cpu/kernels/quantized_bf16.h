@@ -112,7 +112,7 @@ template <class XT, int BITS, int GROUP, bool OFFSET> struct CodedBf16 : Wide<bf
     static int64_t steps(int64_t k) { return Lhs<bf16>::steps(k); }
     static int64_t panel_bytes(int64_t k) { return W::panel_bytes(k); }
     static int64_t tile_bytes(int64_t k) { return W::blocks(k) * BLOCK_K / 2 * 128; }
-    static bool in_place(int64_t, int64_t) { return false; }
+    static bool in_place(int64_t rows, int64_t k) { return sizeof(X) == sizeof(bf16) && Wide<bf16>::in_place(rows, k); }
     static void pack(void* to, const X* x, int64_t height, int64_t k) { pack_rows<bf16>(static_cast<L*>(to), x, height, k); }
 };
 
