@@ -162,11 +162,11 @@ PASSES = (
           "args = [*node.args[:at], *held, *node.args[at + 2:]]",
           "args = [*node.args[:at], *(held if node is write else [*held[:3], held[1]]), *node.args[at + 2:]]", dtype="kv int8"),
     _pass("narrow: norms sum squares of 8-bit values", "llama", CHECK, "narrow_dtype",
-          "        for cast in casts.made.values(): _absorb(cast)\n",
+          "        casts.absorb()\n",
           "        for n in [n for n in graph.nodes if n.target is infc.rms_norm.default]:\n"
           "            low = emit(graph, aten._to_copy.default, (n.args[0],), {'dtype': torch.float8_e4m3fn}, like=n)\n"
           "            n.update_arg(0, emit(graph, aten._to_copy.default, (low,), {'dtype': WIDE}, like=n))\n"
-          "        for cast in casts.made.values(): _absorb(cast)\n", dtype="bf16"),
+          "        casts.absorb()\n", dtype="bf16"),
 )
 
 
