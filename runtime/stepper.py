@@ -123,8 +123,8 @@ class Stepper:
         """Append tokens[i] to sequences[i] and return what the model says next: for your own loop.
 
         logits: of each sequence's last new token, of all its new tokens, or of none. More tokens than the largest bucket holds run in
-        chunks; with "all", so do more than the artifact has sequences (16 by default): a step gives no more rows of logits. Raises RuntimeFault, and changes no sequence, where a value is out of its limits, the KV pool is full, or a sequence is
-        not of this model.
+        chunks; with "all", so do more than the artifact has sequences (16 by default): a step gives no more rows of logits. Raises
+        RuntimeFault, and changes no sequence, where a value is out of its limits, the KV pool is full, or a sequence is not of this model.
 
         copy: arrays are copies, and stay what they are. With copy=False they are the model's own buffer, the same at every step: read
         them, do not write, before the next call of `step`, `generate`, `stream`, `swap_weights` or `close` on this model, in whatever

@@ -21,18 +21,25 @@ def read_json(folder: Path, name: str, *, needed: bool = True) -> dict[str, Any]
         return {}
     try:
         data = json.loads(path.read_text("utf-8"))
-    except ValueError as error:                                   # no JSON, or no UTF-8
+    except (ValueError, RecursionError) as error:                 # no JSON, no UTF-8, or brackets without end
         raise UserError(f"{path} is no readable JSON: {error}") from error
     if not isinstance(data, dict):
         raise UserError(f"{path} holds a {type(data).__name__}, an object is expected")
     return data
 
 
+def read_text(path: Path) -> str:
+    """A file of the folder as text."""
+    try: return path.read_text("utf-8")
+    except UnicodeDecodeError as error: raise UserError(f"{path} is no UTF-8 text: {error}") from error
+
+
 def weight_files(folder: Path) -> list[Path]:
     """The folder's safetensors files, all shards of the index present. A pickle is never read: it can run code."""
     index = read_json(folder, "model.safetensors.index.json", needed=False)
     if index:
-        names = sorted({str(name) for name in dict(index.get("weight_map") or {}).values()})
+        named = index.get("weight_map")
+        names = sorted({str(name) for name in named.values()}) if isinstance(named, dict) else []
         if not names or any(Path(name).name != name for name in names):
             raise UserError(f"{folder.name}: model.safetensors.index.json names files outside the folder, or none")
         missing = [name for name in names if not (folder / name).is_file()]
@@ -47,9 +54,9 @@ def weight_files(folder: Path) -> list[Path]:
     raise UserError(f"{folder.name} has no model.safetensors{hint}")
 
 
-def check_safetensors(path: Path) -> dict[str, list[int]]:
-    """The shape of each tensor; the header is whole and every tensor lies inside the file (github.com/huggingface/safetensors,
-    README: Format)."""
+def check_safetensors(path: Path) -> dict[str, tuple[str, list[int]]]:
+    """dtype (in the format's own name) and shape of each tensor; the header is whole and every tensor lies inside the file
+    (github.com/huggingface/safetensors, README: Format)."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         head = file.read(8)
@@ -58,9 +65,9 @@ def check_safetensors(path: Path) -> dict[str, list[int]]:
             raise UserError(f"{path.name} is truncated or altered: it has {size} bytes, its header should have {length}")
         try:
             header = json.loads(file.read(length))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{path.name} is altered: its header is no JSON ({error})") from error
-    shapes: dict[str, list[int]] = {}
+    tensors: dict[str, tuple[str, list[int]]] = {}
     entries = header.items() if isinstance(header, dict) else [("its header", header)]
     for name, entry in entries:
         if name == "__metadata__":
@@ -71,8 +78,8 @@ def check_safetensors(path: Path) -> dict[str, list[int]]:
         end = 8 + length + entry["data_offsets"][1]
         if end > size:
             raise UserError(f"{path.name} is truncated: {name} should end at byte {end}, the file has {size}")
-        shapes[name] = entry["shape"]
-    return shapes
+        tensors[name] = entry["dtype"], entry["shape"]
+    return tensors
 
 
 def _fault(entry: Any) -> str | None:

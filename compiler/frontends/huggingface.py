@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from ...models.fetch import sha256
 from ..errors import UserError, nearest
-from .checkpoint_folder import check_safetensors, read_json, weight_files
+from .checkpoint_folder import check_safetensors, read_json, read_text, weight_files
 from .messages import first_line
 from .model_meta import UNKNOWN
 
@@ -37,15 +38,19 @@ def load(folder: Path, progress: Callable[[str], None] = lambda line: None) -> t
     config = read_json(folder, "config.json")
     if config.get("auto_map"):
         raise UserError(f"{folder.name} brings its own code (auto_map in config.json); infc runs no code from a checkpoint")
+    if config.get("quantization_config") is not None:
+        raise UserError(f"{folder.name}/config.json says that its weights are quantized (quantization_config): infc takes wide weights "
+                        "from a folder and quantizes them itself (--quant), or a GGUF file's own blocks (--quant keep)")
     shards = weight_files(folder)
-    shapes = {name: shape for shard in shards for name, shape in check_safetensors(shard).items()}
+    stored = {name: tensor for shard in shards for name, tensor in check_safetensors(shard).items()}
     transformers = _transformers()
     known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     kind = config.get("model_type")
-    if kind not in known:
+    if not isinstance(kind, str) or kind not in known:
         raise UserError(f"{folder.name} has model_type {kind!r}, no causal language model of transformers {transformers.__version__}: "
                         f"{nearest(str(kind), known) if kind else 'config.json names none'}")
-    model = _load_model(transformers, folder, shapes, progress)
+    model = _load_model(transformers, folder, {name: shape for name, (_, shape) in stored.items()}, progress)
+    _check_dtypes(model, folder, {name: dtype for name, (dtype, _) in stored.items()})
     return Stateless(model), describe(model, folder, shards)
 
 
@@ -63,13 +68,14 @@ def describe(model: nn.Module, folder: Path, shards: Sequence[Path]) -> dict[str
     tokenizer = read_json(folder, "tokenizer_config.json", needed=False)
     tokenizer_file = folder / "tokenizer.json"
     template = folder / "chat_template.jinja"
-    special = {key: _token_text(tokenizer[key]) for key in ("bos_token", "eos_token", "unk_token", "pad_token") if tokenizer.get(key)}
-    tokenizer_json = tokenizer_file.read_text("utf-8") if tokenizer_file.is_file() else None
+    special = {key: _token_text(folder, key, tokenizer[key])
+               for key in ("bos_token", "eos_token", "unk_token", "pad_token") if tokenizer.get(key)}
+    tokenizer_json = read_text(tokenizer_file) if tokenizer_file.is_file() else None
     where = "generation_config.json" if "eos_token_id" in generation else "config.json"
     eos = generation.get("eos_token_id", getattr(config, "eos_token_id", None))
     meta = config_meta(config, eos, f"{folder.name}/{where}") | {
         "name": folder.name,
-        "chat_template": template.read_text("utf-8") if template.is_file() else _default_template(tokenizer.get("chat_template")),
+        "chat_template": read_text(template) if template.is_file() else _default_template(folder, tokenizer.get("chat_template")),
         "tokenizer_json": tokenizer_json,
         "special_tokens": special,
         "source": {"kind": "huggingface", "file": folder.name, "sha256": _digest([folder / "config.json", *shards])},
@@ -86,9 +92,15 @@ def config_meta(config: Any, eos: Any, where: str) -> dict[str, Any]:
         "architecture": text.model_type, "vocab_size": text.vocab_size, "hidden_size": hidden, "layers": text.num_hidden_layers,
         "q_heads": q_heads, "kv_heads": getattr(text, "num_key_value_heads", None) or q_heads,
         "head_dim": getattr(text, "head_dim", None) or hidden // q_heads,
-        "max_positions": getattr(text, "max_position_embeddings", None) or 2048,
+        "max_positions": _positions(getattr(text, "max_position_embeddings", None)),
         "bos_token_id": text.bos_token_id, "eos_token_ids": _stop_tokens(eos, text.vocab_size, where),
     }  # fmt: skip
+
+
+def _positions(given: Any) -> int:
+    if given is None: return 2048
+    if type(given) is not int or given < 1: raise UserError(f"max_position_embeddings is {given!r}: a model has at least one position")
+    return given
 
 
 def _stop_tokens(eos: Any, vocab: int, where: str) -> list[int]:
@@ -105,26 +117,29 @@ def _digest(files: Sequence[Path]) -> str:
     return hashlib.sha256("".join(sha256(f) for f in files).encode()).hexdigest()
 
 
-def _token_text(token: Any) -> str:
-    return token["content"] if isinstance(token, dict) else str(token)
+def _token_text(folder: Path, key: str, token: Any) -> str:
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str): raise UserError(f"{folder.name}/tokenizer_config.json: {key} is {token!r}, a text is expected")
+    return text
 
 
-def _default_template(template: Any) -> str | None:
-    if isinstance(template, list):                                # several named ones
-        named = {t["name"]: t["template"] for t in template}
-        return named.get("default")
-    return template
+def _default_template(folder: Path, template: Any) -> str | None:
+    match template:
+        case None | str(): return template
+        case [*named] if all(isinstance(t, dict) and isinstance(t.get("name"), str) and isinstance(t.get("template"), str) for t in named):
+            return {t["name"]: t["template"] for t in named}.get("default")
+        case _:
+            raise UserError(f"{folder.name}/tokenizer_config.json: chat_template is neither a text nor a list of named ones")
 
 
 def _adds_bos(tokenizer_json: str | None, bos: int | None, folder: Path) -> bool:
-    """Whether the tokenizer puts the beginning-of-text token before a text."""
-    if tokenizer_json is None or bos is None:
-        return False
+    """Whether the tokenizer puts the beginning-of-text token before a text. UserError for what is no tokenizer."""
+    if tokenizer_json is None: return False
     try:
         ids = Tokenizer.from_buffer(tokenizer_json.encode()).encode("a").ids
     except ValueError as error:
         raise UserError(f"{folder.name}/tokenizer.json cannot be read: {first_line(error)}") from error
-    return ids[:1] == [bos]
+    return bos is not None and ids[:1] == [bos]
 
 
 def _transformers() -> Any:
@@ -151,7 +166,7 @@ def _load_model(transformers: Any, folder: Path, shapes: Mapping[str, Sequence[i
     from huggingface_hub.errors import StrictDataclassError  # a wrong field of config.json
 
     errors = (OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError, ImportError, ArithmeticError, AssertionError,
-              StrictDataclassError)  # fmt: skip
+              SafetensorError, StrictDataclassError)  # fmt: skip
 
     def attempt(attention: str) -> Any:
         return transformers.AutoModelForCausalLM.from_pretrained(
@@ -175,7 +190,20 @@ def _load_model(transformers: Any, folder: Path, shapes: Mapping[str, Sequence[i
     missing = sorted(report["missing_keys"])
     if missing:
         raise UserError(f"{folder.name} lacks {len(missing)} weights, the first is {missing[0]}: they would be random")
+    extra = sorted(report["unexpected_keys"])
+    if extra:
+        raise UserError(f"{folder.name} has {len(extra)} tensors that its config.json has no place for, the first is {extra[0]}: without "
+                        "them it would be another model")
     return model.eval().requires_grad_(False)
+
+
+def _check_dtypes(model: Any, folder: Path, dtypes: Mapping[str, str]) -> None:
+    """UserError for weights stored as whole numbers: codes of a quantization, which transformers takes for values."""
+    for name, weight in model.named_parameters():
+        for stored in (name, name.removeprefix(f"{model.base_model_prefix}.")):
+            if weight.is_floating_point() and not dtypes.get(stored, "F").lstrip("B").startswith("F"):
+                raise UserError(f"{folder.name}: {stored} is stored as {dtypes[stored]}, codes of a quantization that infc does not know: "
+                                "give wide weights, and quantize them with --quant")
 
 
 def _other_shape(transformers: Any, folder: Path, shapes: Mapping[str, Sequence[int]], errors: tuple[type[Exception], ...]) -> str | None:

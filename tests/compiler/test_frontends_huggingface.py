@@ -2,6 +2,7 @@
 import copy
 import json
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -245,6 +246,43 @@ def test_a_missing_weight_is_not_made_up(folder: Path) -> None:
     assert "lacks 1 weights, the first is model.layers.1.mlp.up_proj.weight" in line(folder)
 
 
+def altered(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_proj.bias", "model.layers.0.mlp.gate_proj.lora_A", "lm_head.weight_scale"])
+def test_a_tensor_that_has_no_place_is_not_left_out(folder: Path, name: str) -> None:
+    altered(folder, lambda weights: weights.update({name: torch.ones(48)}))
+    assert f"has 1 tensors that its config.json has no place for, the first is {name}: without them" in line(folder)
+
+
+def test_layers_that_config_does_not_count(folder: Path) -> None:
+    edit(folder, "config.json", num_hidden_layers=1)
+    assert "has 9 tensors that its config.json has no place for, the first is model.layers.1." in line(folder)
+
+
+def test_what_old_checkpoints_keep_beside_their_weights_is_no_weight(folder: Path) -> None:
+    altered(folder, lambda weights: weights.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}))
+    load(folder)
+
+
+def test_codes_are_not_taken_for_weights(folder: Path) -> None:
+    def quantize(weights: dict[str, torch.Tensor]) -> None:
+        name = "model.layers.1.mlp.up_proj.weight"
+        weights[name] = (weights[name] * 1000).round().to(torch.int8)
+
+    altered(folder, quantize)
+    assert "model.layers.1.mlp.up_proj.weight is stored as I8, codes of a quantization that infc does not know" in line(folder)
+
+
+@pytest.mark.parametrize("given", [{"quant_method": "zzz"}, {"quant_method": "gptq", "bits": 4}, 5])
+def test_a_config_of_quantized_weights(folder: Path, given: Any) -> None:
+    edit(folder, "config.json", quantization_config=given)
+    assert "config.json says that its weights are quantized (quantization_config): infc takes wide weights" in line(folder)
+
+
 def test_a_weight_of_another_shape(folder: Path) -> None:
     edit(folder, "config.json", intermediate_size=128)
     assert line(folder) == ("transformers cannot load checkpoint: model.layers.0.mlp.gate_proj.weight is [64, 48] in the weights, "
@@ -306,6 +344,58 @@ def test_weights_that_are_not_finite(folder: Path) -> None:
 def test_a_broken_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").write_text('{"version": "1.0"}')
     assert "tokenizer.json cannot be read" in line(folder)
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"version": "1.0", "model"'])
+@pytest.mark.parametrize("bos", [1, None])
+def test_a_tokenizer_is_read_at_once(folder: Path, text: str, bos: int | None) -> None:
+    (folder / "tokenizer.json").write_text(text)
+    edit(folder, "config.json", bos_token_id=bos)
+    assert "tokenizer.json cannot be read" in line(folder)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", "config.json"])
+def test_files_that_are_no_text(folder: Path, name: str) -> None:
+    (folder / name).write_bytes(b"\xff\xfe{}")
+    assert f"{name} is no " in line(folder)
+
+
+@pytest.mark.parametrize(("name", "changes", "reason"), [
+    ("tokenizer_config.json", {"chat_template": [1, 2]}, "chat_template is neither a text nor a list of named ones"),
+    ("tokenizer_config.json", {"chat_template": [{"x": 1}]}, "chat_template is neither a text nor a list of named ones"),
+    ("tokenizer_config.json", {"chat_template": 5}, "chat_template is neither a text nor a list of named ones"),
+    ("tokenizer_config.json", {"bos_token": {"x": 1}}, "tokenizer_config.json: bos_token is {'x': 1}, a text is expected"),
+    ("tokenizer_config.json", {"eos_token": 7}, "tokenizer_config.json: eos_token is 7, a text is expected"),
+    ("config.json", {"model_type": ["llama"]}, "has model_type ['llama'], no causal language model"),
+    ("config.json", {"model_type": {}}, "has model_type {}, no causal language model"),
+    ("config.json", {"max_position_embeddings": 0}, "max_position_embeddings is 0: a model has at least one position"),
+    ("config.json", {"max_position_embeddings": -5}, "max_position_embeddings is -5"),
+    ("model.safetensors.index.json", {"weight_map": [1, 2]}, "names files outside the folder, or none"),
+    ("model.safetensors.index.json", {"weight_map": "x"}, "names files outside the folder, or none"),
+])
+def test_fields_of_another_kind(folder: Path, name: str, changes: dict[str, Any], reason: str) -> None:
+    edit(folder, name, **changes)
+    assert reason in line(folder)
+
+
+@pytest.mark.parametrize(("old", "new"), [('"F32"', '"G32"'), ('"__metadata__":{"format":"pt"}', '"__metadata__":5'),
+                                          ("[0,", "[false,")])
+def test_a_header_that_only_safetensors_finds_odd(folder: Path, old: str, new: str) -> None:
+    path = folder / "model.safetensors"
+    raw = path.read_bytes()
+    size = struct.unpack("<Q", raw[:8])[0]
+    header = raw[8 : 8 + size].decode()
+    assert old in header
+    head = header.replace(old, new, 1).encode()
+    path.write_bytes(struct.pack("<Q", len(head)) + head + raw[8 + size :])
+    assert line(folder).startswith(("transformers cannot load checkpoint: ", "model.safetensors is altered: "))
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_brackets_without_end(folder: Path, name: str) -> None:
+    deep = b"[" * 100_000
+    (folder / name).write_bytes((struct.pack("<Q", len(deep)) if name.endswith("safetensors") else b"") + deep)
+    assert "is no readable JSON" in line(folder) if name == "config.json" else "is altered: its header is no JSON" in line(folder)
 
 
 def test_paths_and_names() -> None:
