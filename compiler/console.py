@@ -135,7 +135,7 @@ def compiled(result: Mapping[str, Any]) -> None:
         for p in shown
     ]
     table("passes", ("pass", "fired", "contract", "error", "s", "check s", "refused"), passes, right=(1, 3, 4, 5))
-    if idle := [p["name"] for p in result["passes"] if p not in shown]:
+    if idle := [p["name"] for p in result["passes"] if p["name"] not in {one["name"] for one in shown}]:
         print(f"had nothing to do: {', '.join(dict.fromkeys(idle))}\n")
     programs = [(name, p["steps"], p["unique_kernels"], p["aten_steps"], size(p["arena_bytes"])) for name, p in result["program"].items()]
     table("programs", ("bucket", "steps", "kernels", "aten steps", "arena"), programs, right=(1, 2, 3, 4))
@@ -225,7 +225,8 @@ def verdict(found: Mapping[str, Any]) -> str:
         why = f"{found['reason']}: they are built, and unchecked" if "by" in found else "INFC_EAGER: the kernels are unchecked"
         who = f", reference operators in place of every kernel ({why})"
     elif "by" in found: who = f" by {found['by']}"
-    return (f"{len(found['errors']) - 1} buckets and a mixed batch replayed{who}; "
+    count = len(found["errors"]) - 1
+    return (f"{count} bucket{'s' * (count != 1)} and a mixed batch replayed{who}; "
             f"logits at most {found['error']:.3g} from the model in fp64, "
             f"{found['bound']:.3g} allowed (twice the optimized graph's own error in eager PyTorch); "
             f"same likeliest token at {100 * found['top1']:.0f} % of positions")

@@ -40,7 +40,7 @@ class LazyTokenizer:
 
     def _read(self) -> "Tokenizer":
         if not self.present:
-            raise RuntimeFault(f"{self._artifact.path}: has no tokenizer; give token ids instead of text")
+            raise RuntimeFault(f"{self._artifact.path}: has no tokenizer: from Python, generate takes token ids in place of text")
         from .tokenizer import Tokenizer
 
         return Tokenizer(self._artifact.tokenizer(), self._artifact.manifest.model)

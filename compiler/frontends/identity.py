@@ -3,13 +3,12 @@ import hashlib
 import json
 from pathlib import Path
 
-IGNORED = (".git", ".cache")
-
 
 def identity(spec: str | Path) -> str | None:
     """A key of the model's content; None where there is nothing to hash (no such file: capture will say so).
 
-    A known model is its table entry with the hash its file must have, a GGUF its bytes, a folder the bytes of all its files.
+    A known model is its table entry with the hash its file must have, a GGUF its bytes, a checkpoint folder the bytes of the files in it
+    (none of its subfolders is read).
     """
     from ...models import Model, ModelError, find
 
@@ -25,9 +24,8 @@ def identity(spec: str | Path) -> str | None:
         return _digest(["random", found.name, found.seed, found.layers, json.dumps(found.model.config, sort_keys=True)])
     if path.is_file():
         return _digest(["file", path.name, _sha256(path)])
-    if path.is_dir():
-        files = sorted(f for f in path.rglob("*") if f.is_file() and not set(f.relative_to(path).parts) & set(IGNORED))
-        return _digest(["folder", path.resolve().name, *(f"{f.relative_to(path)} {_sha256(f)}" for f in files)])
+    if (path / "config.json").is_file():
+        return _digest(["folder", path.resolve().name, *(f"{f.name} {_sha256(f)}" for f in sorted(path.iterdir()) if f.is_file())])
     return None
 
 

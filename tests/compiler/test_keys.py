@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from infc.compiler import keys
 from infc.compiler.driver import Options
+from infc.compiler.frontends.identity import identity
 from infc.compiler.quant import recipe
 from infc.models.llama import Llama, LlamaConfig
 
@@ -55,6 +56,18 @@ def test_a_file_counts_by_what_is_in_it(tmp_path: Path) -> None:
         assert key(Options(**{name: tmp_path / "a" / "r.yaml"})) != key(Options(**{name: tmp_path / "c" / "r.yaml"}))
         (tmp_path / "again").write_text(text)
         assert key(Options(**{name: tmp_path / "a" / "r.yaml"})) == key(Options(**{name: tmp_path / "again"}))
+
+
+def test_a_folder_counts_by_the_files_that_are_read(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "large.bin").write_bytes(b"x")
+    assert identity(tmp_path) is None                            # no model: it is not hashed whole before that is said
+    (tmp_path / "config.json").write_text("{}")
+    found = identity(tmp_path)
+    (tmp_path / "sub" / "large.bin").write_bytes(b"y")
+    assert identity(tmp_path) == found is not None
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    assert identity(tmp_path) != found
 
 
 def test_the_artifacts_key_counts_what_the_graph_is() -> None:

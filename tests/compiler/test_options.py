@@ -37,6 +37,7 @@ def test_values_of_other_types_are_told(given: dict[str, Any], line: str) -> Non
 @pytest.mark.parametrize(("options", "line"), [
     (Options(check="fastt"), "unknown check 'fastt': choose one of off, fast, strict"),
     ({"dtype": "bf16"}, "options is {'dtype': 'bf16'}: give an infc.Options"),
+    (Options(buckets=(4, 2), max_sequences=8), "max_sequences is 8, and the largest bucket has 4 tokens"),
 ])
 def test_a_compile_refuses_what_no_option_is(tmp_path: Path, options: Any, line: str) -> None:
     with pytest.raises(UserError, match=line): driver.compile("tiny", tmp_path / "a", options=options)

@@ -108,7 +108,7 @@ def test_an_array_of_seeds_is_a_list_of_seeds(model):
 
 def test_text_needs_a_tokenizer(fake):
     with load(fake.write(with_tokenizer=False)) as model:
-        with pytest.raises(RuntimeFault, match="has no tokenizer; give token ids"):
+        with pytest.raises(RuntimeFault, match="has no tokenizer: from Python, generate takes token ids"):
             model.generate("hello")
         with pytest.raises(RuntimeFault, match="has no tokenizer"):
             model.generate([1], stop="x")
