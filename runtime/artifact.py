@@ -110,15 +110,9 @@ class Artifact:
         """The open file of the weights. Close its descriptor."""
         return self._open(WEIGHTS)
 
-    def code_path(self) -> tuple[str, int]:
-        """A path that dlopen takes, and a descriptor to close after it (-1: none)."""
-        name = self.manifest.code
-        if isinstance(self._storage, Folder):
-            return str(self.path.resolve() / name), -1
-        fd = os.memfd_create(Path(name).name)
-        with open(fd, "wb", closefd=False) as file:
-            file.write(self._checked(name))
-        return f"/proc/self/fd/{fd}", fd
+    def code(self) -> bytes:
+        """The shared library, hashed again."""
+        return self._checked(self.manifest.code)
 
     def cubin(self, file: str) -> bytes:
         """The GPU code of a kernel, hashed again."""

@@ -1,8 +1,10 @@
 """The shared library of an artifact: its kernels by symbol, and the pool of threads that runs them (kernels/pool.h)."""
 import ctypes
+import itertools
 import os
 import weakref
 from ctypes import c_int, c_int64, c_uint32, c_uint64, c_void_p
+from pathlib import Path
 
 from . import isa
 from .artifact import Artifact
@@ -20,6 +22,11 @@ _ABI: dict[str, tuple[type | None, list[type]]] = {
     "infc_pool_copy": (c_uint32, [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p]),
 }
 
+_LOADED: dict[str, ctypes.CDLL] = {}
+"""By sha256 of the file: code stays in the process once it is loaded, so none is loaded twice."""
+
+_NUMBERS = itertools.count()
+
 
 class Library:
     """The code of an artifact, loaded into this process, with `threads` threads of its own (the caller is one of them)."""
@@ -36,17 +43,16 @@ class Library:
         self._stop.atexit = False
 
     def _load(self, artifact: Artifact) -> ctypes.CDLL:
-        path, fd = artifact.code_path()
+        data, name = artifact.code(), artifact.manifest.code
+        sha256 = artifact.manifest.files[name].sha256
         try:
-            code = ctypes.CDLL(path, use_errno=True)
-            for name, (result, arguments) in _ABI.items():
-                function = getattr(code, name)
+            code = _LOADED.get(sha256) or _from_memory(data, Path(name).name)
+            for function_name, (result, arguments) in _ABI.items():
+                function = getattr(code, function_name)
                 function.restype, function.argtypes = result, arguments
         except (OSError, AttributeError) as error:
             raise RuntimeFault(f"{self.where}: its code cannot be loaded ({error}); compile it again on this system") from error
-        finally:
-            if fd >= 0:
-                os.close(fd)
+        _LOADED[sha256] = code
         return code
 
     def symbol(self, name: str) -> int | None:
@@ -86,6 +92,18 @@ class Library:
         """Stop the threads."""
         self._pool = None
         self._stop()                                      # once: it does nothing when called again
+
+
+def _from_memory(data: bytes, name: str) -> ctypes.CDLL:
+    """Load just these bytes; `name` is what /proc/self/maps shows.
+
+    dlopen answers a path it knows with what it loaded from there, whatever lies there by now, and a descriptor's number recurs. So
+    no path is given twice: each has a number of its own, spelled in parts that lead nowhere, `./` a 1 and `/` a 0.
+    """
+    with open(os.memfd_create(name), "wb", buffering=0) as file:
+        file.write(data)
+        number = f"{next(_NUMBERS):b}".replace("1", "./").replace("0", "/")
+        return ctypes.CDLL(f"/proc/self/fd/{number}{file.fileno()}", use_errno=True)
 
 
 def _stop(code: ctypes.CDLL, pool: int, pid: int) -> None:

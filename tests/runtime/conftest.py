@@ -76,8 +76,9 @@ extern "C" void k_sample(void* const* b, const infc_run* r) {        // hash, te
 class Fake:
     """Builds fake artifacts, and says what they must answer."""
 
-    def __init__(self, library: bytes, folder: Path) -> None:
+    def __init__(self, library: bytes, folder: Path, start: int = 7) -> None:
         self.library = library
+        self.start = start
         self.folder = folder
         self.weight = np.random.default_rng(5).integers(0, 1000, VOCAB).astype(np.int32)
         self.big = np.random.default_rng(6).integers(0, 256, 3_000_017).astype(np.uint8)     # several chunks, an odd end
@@ -147,7 +148,7 @@ class Fake:
 
     def hash(self, tokens: Sequence[int]) -> int:
         """What k_hash gives for the last of these tokens."""
-        h = 7
+        h = self.start
         for p, token in enumerate(tokens):
             h = (h * 31 + int(self.weight[token]) + 7 * p) % 1000003
         return (h + tokens[-1]) % 1000003
@@ -172,8 +173,18 @@ class Fake:
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """The shared library of the fake model, compiled once."""
-    folder = tmp_path_factory.mktemp("library")
-    (folder / "fake.cpp").write_text(SOURCE)
+    return compiled(SOURCE, tmp_path_factory.mktemp("library"))
+
+
+@pytest.fixture(scope="session")
+def other_library(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A library of the same symbols whose hash starts at 8."""
+    return compiled(SOURCE.replace("h = 7;", "h = 8;"), tmp_path_factory.mktemp("other"))
+
+
+def compiled(source: str, folder: Path) -> bytes:
+    """A shared library of C++ with pool.h."""
+    (folder / "fake.cpp").write_text(source)
     command = ["g++", "-O2", "-std=c++20", "-shared", "-fPIC", "-pthread", f"-I{KERNELS}", "fake.cpp", "-o", "fake.so"]
     subprocess.run(command, cwd=folder, check=True, timeout=120)
     return (folder / "fake.so").read_bytes()
@@ -183,6 +194,12 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 def fake(library: bytes, tmp_path: Path) -> Fake:
     """A builder of fake artifacts in a fresh folder."""
     return Fake(library, tmp_path)
+
+
+@pytest.fixture
+def other(other_library: bytes, tmp_path: Path) -> Fake:
+    """A builder of artifacts in the same folder whose kernels answer differently."""
+    return Fake(other_library, tmp_path, start=8)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from infc.runtime import artifact, isa
+from infc.runtime import artifact, isa, library
 from infc.runtime.artifact import read, verify_files
 from infc.runtime.errors import RuntimeFault
 from infc.runtime.manifest import FileInfo, WeightsInfo, decode, encode
@@ -183,12 +183,13 @@ def test_other_schemas_are_refused(fake):
     ({"machine": "aarch64"}, "compiled for aarch64, this machine is "),
 ])
 def test_a_cpu_without_the_isa_never_loads_the_code(fake, changes, message):
+    fake.library += b"a file that no other test loads"
     path = fake.write()
-    code = path / read(path).manifest.code
+    code = Path(read(path).manifest.code).name
     rewrite_manifest(path, **changes)
     with pytest.raises(RuntimeFault, match=message):
         load(path)
-    assert str(code) not in Path("/proc/self/maps").read_text()
+    assert code not in Path("/proc/self/maps").read_text()
 
 
 def test_isa_names():
@@ -405,6 +406,33 @@ def test_a_stored_zip_works_like_the_folder(fake):
     with load(zipped) as model:
         assert model.generate([1, 2, 3], max_tokens=20, ignore_eos=True)[0].token_ids == fake.answer([1, 2, 3], 20)
     verify_files(zipped).close()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_code_that_runs_is_the_artifacts_own(fake, other, monkeypatch, packed):
+    """Other code at the same path, each loaded as if for the first time; what was loaded before is still in the process."""
+    before = os.listdir("/proc/self/fd")
+    for one in (fake, other, other, fake, other):
+        monkeypatch.setattr(library, "_LOADED", {})
+        path = one.write(force=True)
+        with load(pack(path, fake.folder / "one.zip") if packed else path) as model, model.sequence() as s:
+            assert np.array_equal(model.step([s], [[1, 2, 3]]).logits[0], [one.logits([1, 2, 3])])
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_code_is_loaded_once(fake, other):
+    zipped = pack(fake.write(), fake.folder / "one.zip")
+    with load(zipped) as model, load(other.write("other.infc")) as different, load(fake.folder / "fake.infc") as again:
+        answers = [m.generate([1, 2], max_tokens=4)[0].token_ids for m in (model, different, again)]
+        assert answers == [f.answer([1, 2], 4) for f in (fake, other, fake)]
+        here, elsewhere, too = (m.executor.library.symbol("k_hash") for m in (model, different, again))
+        assert here == too != elsewhere
+
+
+def test_code_in_a_file_changed_after_it_was_hashed_is_refused(fake, other):
+    with read(fake.write()) as opened:
+        (opened.path / opened.manifest.code).write_bytes(other.library)
+        with pytest.raises(RuntimeFault, match=r"code/.* (was altered|has \d+ bytes)"): opened.code()
 
 
 def test_a_bad_zip_is_refused(fake):
