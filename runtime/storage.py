@@ -84,16 +84,17 @@ class Zip:
         try:
             with os.fdopen(os.dup(self._fd), "rb") as file, zipfile.ZipFile(file) as archive:
                 for info in archive.infolist():
-                    if info.compress_type != zipfile.ZIP_STORED:
-                        raise RuntimeFault(f"{path}: {info.filename} is compressed; pack with `zip -0 -r`")
-                    if info.is_dir():
+                    if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
+                        what = "encrypted" if info.flag_bits & 1 else "compressed"
+                        raise RuntimeFault(f"{path}: {info.filename} is {what}; pack with `zip -0 -r`")
+                    if not info.filename or info.is_dir():
                         continue
                     head = os.pread(self._fd, 30, info.header_offset)
                     if len(head) < 30:
                         raise RuntimeFault(f"{path}: not a whole zip; copy it again")
                     name_bytes, extra_bytes = struct.unpack("<HH", head[26:30])
                     self._members[info.filename] = (info.header_offset + 30 + name_bytes + extra_bytes, info.file_size)
-        except (zipfile.BadZipFile, OSError) as error:
+        except (zipfile.BadZipFile, NotImplementedError, OSError, OverflowError, ValueError, struct.error) as error:
             self.close()
             raise RuntimeFault(f"{path}: not an infc artifact: neither a folder nor a whole zip ({error})") from error
         except RuntimeFault:

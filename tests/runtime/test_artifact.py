@@ -448,3 +448,29 @@ def test_a_bad_zip_is_refused(fake):
     (fake.folder / "flip.infc").write_bytes(flipped)
     with pytest.raises(RuntimeFault, match=r"was altered"):
         use(fake.folder / "flip.infc")
+
+
+def test_a_damaged_directory_of_a_zip_is_one_line(fake):
+    """zipfile has an exception of its own for every field: of the version, a name, an offset, the directory's size."""
+    data = pack(fake.write(), fake.folder / "whole.zip").read_bytes()
+    entry, end = data.index(b"PK\x01\x02"), data.rindex(b"PK\x05\x06")
+    zip64 = struct.pack("<4sQHHLLQQQQ4sLQL", b"PK\6\6", 44, 45, 45, 0, 0, 9, 9, 2**64 - 1, 2**64 - 1, b"PK\6\7", 0, end, 1)
+    for at, new in (
+        (entry + 6, b"\x6a\0"), (entry + 46, b"\xff"), (entry + 28, b"\0\0"), (entry + 42, b"\xff\xff\xff\x7f"),
+        (end + 12, b"\xff\xff\xff\x7f"), (end + 16, b"\xff\xff\xff\x7f"), (end, zip64 + data[end:]),
+    ):
+        spoiled = bytearray(data)
+        spoiled[entry + 9] |= 8                                     # names are UTF-8
+        spoiled[at:at + len(new)] = new
+        (fake.folder / "bad.infc").write_bytes(spoiled)
+        before = os.listdir("/proc/self/fd")
+        with pytest.raises(RuntimeFault) as caught: read(fake.folder / "bad.infc")
+        assert "\n" not in str(caught.value) and str(caught.value).startswith(f"{fake.folder}/bad.infc: ")
+        assert os.listdir("/proc/self/fd") == before
+
+
+def test_an_encrypted_zip_is_refused(fake):
+    data = bytearray(pack(fake.write(), fake.folder / "locked.infc").read_bytes())
+    data[data.index(b"PK\x01\x02") + 8] |= 1
+    (fake.folder / "locked.infc").write_bytes(data)
+    with pytest.raises(RuntimeFault, match=r"code/.* is encrypted; pack with `zip -0 -r`"): read(fake.folder / "locked.infc")
