@@ -125,11 +125,16 @@ class Zip:
 def open_storage(path: Path) -> Folder | Zip:
     """The storage of an artifact at `path`."""
     try:
-        return Folder(path) if path.is_dir() else Zip(path)
+        mode = os.stat(path).st_mode
+        if stat.S_ISDIR(mode): return Folder(path)
+        if stat.S_ISREG(mode): return Zip(path)           # anything else may block where it is opened
     except FileNotFoundError as error:
         raise RuntimeFault(f"{path}: no such artifact; make one with: infc compile MODEL -o {path}") from error
     except OSError as error:
         raise RuntimeFault(f"{path}: cannot be opened ({error.strerror})") from error
+    except ValueError as error:                           # a NUL, or half of a surrogate pair
+        raise RuntimeFault(f"the artifact's path is {str(path)!r}, which no file can have; give another") from error
+    raise RuntimeFault(f"{path}: not an infc artifact: neither a folder nor a file")
 
 
 def _closer(owner: object, fd: int) -> "weakref.finalize[[int], object]":

@@ -474,3 +474,14 @@ def test_an_encrypted_zip_is_refused(fake):
     data[data.index(b"PK\x01\x02") + 8] |= 1
     (fake.folder / "locked.infc").write_bytes(data)
     with pytest.raises(RuntimeFault, match=r"code/.* is encrypted; pack with `zip -0 -r`"): read(fake.folder / "locked.infc")
+
+
+def test_what_is_neither_a_folder_nor_a_file_is_not_opened(tmp_path):
+    os.mkfifo(tmp_path / "pipe")                                    # whose reader would wait for a writer
+    for path in (tmp_path / "pipe", Path("/dev/null")):
+        with pytest.raises(RuntimeFault, match="not an infc artifact: neither a folder nor a file"): read(path)
+
+
+@pytest.mark.parametrize("path", ["a\0b", "a\ud800"])
+def test_a_path_that_no_file_can_have(path):
+    with pytest.raises(RuntimeFault, match=r"^the artifact's path is 'a.*', which no file can have; give another$"): load(path)
