@@ -9,6 +9,9 @@ from .errors import RuntimeFault
 from .manifest import ModelInfo
 from .options import Message
 
+_BROKEN = (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, SyntaxError, TypeError, ValueError)
+"""What a faulty template may raise beside a TemplateError: it is a program, from a file of the model's."""
+
 
 class Tokenizer:
     """The model's own tokenizer."""
@@ -48,6 +51,9 @@ class Tokenizer:
             return self._template.render(messages=messages, add_generation_prompt=True, **self._model.special_tokens)
         except TemplateError as error:
             raise RuntimeFault(f"the chat template refuses this conversation: {error}") from error
+        except _BROKEN as error:
+            raise RuntimeFault(f"the artifact's chat template fails on this conversation ({type(error).__name__}: {error}); give a plain "
+                               "prompt (no chat), or compile again with a template that is right") from error
 
 
 def _environment() -> Any:

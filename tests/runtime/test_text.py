@@ -107,6 +107,23 @@ def test_a_template_that_refuses(fake, template, message):
         tokenizer(fake, template).render([{"role": "user", "content": "hi"}])
 
 
+@pytest.mark.parametrize(("template", "error"), [
+    ("{{ 1 / 0 }}", "ZeroDivisionError: division by zero"),
+    ("{{ messages[0]['content'] + 1 }}", "TypeError: can only concatenate str"),
+    ("{{ strftime_now(3) }}", "TypeError: "),
+    ("{% for i in range(10**9) %}{% endfor %}", "OverflowError: Range too big"),
+    ("{{ 'x' * 2**62 }}", "MemoryError: "),
+    ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError: "),
+    ("{{ '%d' | format('x') }}", "TypeError: "),
+    ("{{ 'a'.index('b') }}", "ValueError: "),
+    ("{{ '{x}'.format() }}", "KeyError: 'x'"),
+    ("".join(f"{{% for i{n} in messages %}}" for n in range(30)) + "{% endfor %}" * 30, "SyntaxError: too many statically nested blocks"),
+])
+def test_a_template_that_fails(fake, template, error):
+    with pytest.raises(RuntimeFault, match=rf"^the artifact's chat template fails on this conversation \({error}.*; give a plain prompt"):
+        tokenizer(fake, template).render([{"role": "user", "content": "hi"}])
+
+
 @pytest.mark.parametrize("bad", [{"role": "user"}, {"content": "x"}, {"role": "user", "content": 5}])
 def test_a_message_without_role_or_content(fake, bad):
     with pytest.raises(RuntimeFault, match="needs a role and a content"):
