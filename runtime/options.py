@@ -96,7 +96,7 @@ def is_list(value: Any) -> bool:
 def token_ids(value: Any, vocab: int, what: str) -> list[int]:
     """A list of token ids of the vocabulary, not empty. `value`: any sequence of integers, an array as well."""
     if not is_list(value):
-        raise RuntimeFault(f"{what} is a {type(value).__name__}; give a list of token ids")
+        raise RuntimeFault(f"{what} is {kind(value)}; give a list of token ids")
     items = value.tolist() if hasattr(value, "tolist") else list(value)
     if not items:
         raise RuntimeFault(f"{what} is empty; give at least one token")
@@ -116,13 +116,19 @@ def split_prompts(value: Any) -> list[Prompt]:
         return [value]
     if not isinstance(value, Sequence) or isinstance(value, (bytes, bytearray)):
         raise RuntimeFault(
-            f"prompts is a {type(value).__name__}; give a string, a list of token ids, a list of messages, or a list of those"
+            f"prompts is {kind(value)}; give a string, a list of token ids, a list of messages, or a list of those"
         )
     if not value:
         raise RuntimeFault("prompts is empty; give at least one prompt")
     if all(isinstance(v, Mapping) for v in value) or not any(isinstance(v, (str, bytes, bytearray)) or is_list(v) for v in value):
         return [value]
     return list(value)
+
+
+def kind(value: Any) -> str:
+    """The type of a value, with its article: an int, a str."""
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeio' else 'a'} {name}"
 
 
 def _number(name: str, value: Any) -> float:

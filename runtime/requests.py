@@ -54,7 +54,7 @@ def _encode(tokenizer: LazyTokenizer, what: str, prompt: Any, chat: bool, system
                     options.unicode(f"{what}: message {i}: {key}", value)
         return _converse(tokenizer, system, prompt)       # type: ignore[arg-type]
     if not options.is_list(prompt):
-        raise RuntimeFault(f"{what} is a {type(prompt).__name__}; give a string, token ids, or messages")
+        raise RuntimeFault(f"{what} is {options.kind(prompt)}; give a string, token ids, or messages")
     if chat:
         raise RuntimeFault(f"{what} is token ids; chat and system need text or messages")
     return prompt

@@ -210,7 +210,7 @@ class Stepper:
                                "(max_sequences= when loading)")
         for i, sequence in enumerate(sequences):
             if not isinstance(sequence, OpenSequence):
-                raise RuntimeFault(f"sequence {i} is a {type(sequence).__name__}; make one with sequence()")
+                raise RuntimeFault(f"sequence {i} is {options.kind(sequence)}; make one with sequence()")
             if sequence.closed:
                 raise RuntimeFault(f"sequence {i} is closed, and what it held is gone; make another with sequence()")
             if sequence._pool is not self.pool:
@@ -251,7 +251,7 @@ def _listed(name: str, values: Any) -> list[Any]:
     try:
         return list(values)
     except TypeError as error:
-        raise RuntimeFault(f"{name} is a {type(values).__name__}; give a list, one item a sequence") from error
+        raise RuntimeFault(f"{name} is {options.kind(values)}; give a list, one item a sequence") from error
 
 
 def _chunks(lengths: Sequence[int], limits: Limits, all_rows: bool) -> list[list[tuple[int, int, int, int]]]:

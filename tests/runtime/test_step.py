@@ -135,7 +135,7 @@ def test_a_sequence_of_another_model_is_refused(fake, model):
 
 
 @pytest.mark.parametrize(("sequences", "tokens", "message"), [
-    ([5], [[1]], r"sequence 0 is a int; make one with sequence\(\)"),
+    ([5], [[1]], r"sequence 0 is an int; make one with sequence\(\)"),
     ([None], [[1]], "sequence 0 is a NoneType"),
     (None, [[1]], "sequences is a NoneType"),
 ])
@@ -145,11 +145,11 @@ def test_what_is_no_sequence(model, sequences, tokens, message):
 
 
 @pytest.mark.parametrize(("tokens", "message"), [
-    ([5], "sequence 0 is a int; give a list of token ids"),
+    ([5], "sequence 0 is an int; give a list of token ids"),
     ([b"ab"], "sequence 0 is a bytes"),
     (["ab"], "sequence 0 is a str"),
     (None, "tokens is a NoneType; give a list"),
-    (5, "tokens is a int"),
+    (5, "tokens is an int"),
 ])
 def test_what_is_no_token_list(model, tokens, message):
     with pytest.raises(RuntimeFault, match=message):
