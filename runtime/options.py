@@ -53,8 +53,15 @@ def seeds(value: Any, count: int) -> list[int | None]:
         value = value.tolist() if hasattr(value, "tolist") else value
         if len(value) != count:
             raise RuntimeFault(f"seed has {len(value)} values for {count} prompts; give one seed, or one for each")
-        return [_integer("seed", v) for v in value]
-    return [_integer("seed", value)] * count
+        return [_seed(v) for v in value]
+    return [_seed(value)] * count
+
+
+def _seed(value: Any) -> int:
+    number = _integer("seed", value)
+    if number < 0:                                        # random.Random takes -1 for 1
+        raise RuntimeFault(f"seed is {number}; it must be >= 0")
+    return number
 
 
 def stops(value: Any, vocab: int) -> tuple[tuple[str, ...], frozenset[int]]:
@@ -84,6 +91,13 @@ def unicode(what: str, text: str) -> str:
         raise RuntimeFault(f"{what} is not valid Unicode: character {at} is U+{ord(text[at]):04X}, half of a pair; "
                            "give UTF-8 text") from error
     return text
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or False, and nothing that is taken for one of them: 'no' is true."""
+    if not isinstance(value, bool):
+        raise RuntimeFault(f"{name} is {value!r}; give True or False")
+    return value
 
 
 def is_list(value: Any) -> bool:
@@ -136,6 +150,8 @@ def _number(name: str, value: Any) -> float:
         if isinstance(value, (bool, str)):
             raise TypeError
         return float(value)
+    except OverflowError:                                 # an int, and no float is as large
+        return math.inf if value > 0 else -math.inf
     except (TypeError, ValueError) as error:
         raise RuntimeFault(f"{name} is {value!r}; it must be a number") from error
 

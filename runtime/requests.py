@@ -14,17 +14,17 @@ from .text import LazyTokenizer
 
 def make_requests(
     stepper: Stepper, tokenizer: LazyTokenizer, prompts: Sequence[Prompt], *, max_tokens: Any, sampling: Sampling, seed: Any,
-    stop: Any, ignore_eos: bool, chat: bool, system: str | None, live: bool,
+    stop: Any, ignore_eos: Any, chat: Any, system: str | None, live: bool,
 ) -> list[Request]:
     """One request a prompt. live: text is wanted as tokens come. Raises RuntimeFault, naming the value and its limit."""
-    sampling = sampling.checked()
+    sampling, chat = sampling.checked(), options.flag("chat", chat)
     limit = options.max_tokens(max_tokens)
     seeds = options.seeds(seed, len(prompts))
     model = stepper.artifact.manifest.model
     strings, stop_ids = options.stops(stop, model.vocab)
     if strings:
         tokenizer.get()                                   # a model without one says so now
-    eos = frozenset[int]() if ignore_eos else frozenset(model.eos_ids)
+    eos = frozenset[int]() if options.flag("ignore_eos", ignore_eos) else frozenset(model.eos_ids)
     lists = [
         options.token_ids(_encode(tokenizer, f"prompt {i}", prompt, chat, system), model.vocab, f"prompt {i}")
         for i, prompt in enumerate(prompts)

@@ -63,6 +63,8 @@ class Model(Stepper):
         of its limits.
         """
         start = perf_counter()
+        if on_token is not None and not callable(on_token):
+            raise RuntimeFault(f"on_token is {on_token!r}; give a function of the prompt's index and a Piece")
         requests = make_requests(
             self, self._text, options.split_prompts(prompts), max_tokens=max_tokens,
             sampling=Sampling(temperature, top_k, top_p), seed=seed, stop=stop, ignore_eos=ignore_eos, chat=chat,
@@ -156,6 +158,7 @@ def load(
     for name, number in (("threads", threads), ("max_sequences", max_sequences), ("kv_tokens", kv_tokens)):
         if number is not None and (not hasattr(number, "__index__") or isinstance(number, bool)):
             raise RuntimeFault(f"{name} is {number!r}; it must be a whole number")
+    options.flag("text", text)
     artifact = read(path)
     try:
         if threads is not None and not 1 <= threads <= 4096:

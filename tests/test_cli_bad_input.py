@@ -271,6 +271,7 @@ def test_ctrl_c_during_compile(empty: Path, tmp_path: Path):
         (("-p", "x", "--top-p", "0"), ("top_p",)),
         (("-p", "x", "--top-k", "-3"), ("top_k",)),
         (("-p", "x", "--max-tokens", "0"), ("max_tokens",)),
+        (("-p", "x", "--seed", "-1"), ("seed", "-1")),
         (("-p", "x", "--threads", "0"), ("threads",)),
         ((), ("prompt",)),
     ],
