@@ -151,8 +151,8 @@ def check_options(options: Options) -> None:
     if options.buckets and max(options.buckets) > MAX_BUCKET:
         raise UserError(f"a bucket of {max(options.buckets)} tokens: {MAX_BUCKET} is the largest; longer prompts run in chunks")
     if options.buckets and options.max_sequences and options.max_sequences > max(options.buckets):
-        raise UserError(f"max_sequences is {options.max_sequences}, and the largest bucket has {max(options.buckets)} tokens: a step decodes "
-                        "one of each sequence, so give a larger bucket, or fewer sequences")
+        raise UserError(f"max_sequences is {options.max_sequences}, and the largest bucket has {max(options.buckets)} tokens: a step "
+                        "decodes one of each sequence, so give a larger bucket, or fewer sequences")
     if options.keep_going and options.check == "off":
         raise UserError("--keep-going leaves out passes that break their contract, and --check off checks none: choose one of them")
     if options.max_sequences is not None and not 1 <= options.max_sequences <= 256:
