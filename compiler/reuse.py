@@ -2,7 +2,8 @@
 
 An entry is a whole artifact under $XDG_CACHE_HOME/infc/artifacts/<key>.infc, written like any other: aside, then renamed. What
 is copied out is hashed whole and its golden outputs are replayed, as after a compile; an entry that fails is removed and the
-compile runs. The oldest entries go when all together pass the budget. A cache that cannot be written costs a note, no more.
+compile runs. The oldest entries go when all together pass the budget, and what killed compiles left half kept. A cache that cannot be
+written costs a note, no more.
 """
 import contextlib
 import errno
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from ..runtime.artifact import copy, verify_files
 from ..runtime.errors import RuntimeFault
+from ..runtime.writer import sweep
 from .errors import InfcError
 
 BUDGET_BYTES = 4 << 30
@@ -68,6 +70,7 @@ class Entry:
 
         An entry that was altered, vanishes or fails `check` is removed. Raises RuntimeFault where `output` cannot be written.
         """
+        sweep(self.path.parent)
         if not os.path.lexists(self.path):
             return False
         try:

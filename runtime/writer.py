@@ -1,7 +1,7 @@
 """Write an artifact so that nobody ever sees half of one: aside, synced, then renamed in a single step.
 
 A writer that dies leaves `.NAME.partial-PID-XXXX` behind. It holds a lock on that folder while it lives, so the next writer of
-the same name knows which leftovers are dead, in other containers too, and removes them.
+the same name, and whoever sweeps the folder, knows which leftovers are dead, in other containers too, and removes them.
 """
 
 import contextlib
@@ -94,7 +94,7 @@ def copy_artifact(source: Path, path: Path, force: bool, check: Callable[[Path],
 def _publishing(path: Path, force: bool, size: int) -> Iterator[Path]:
     """A folder to fill, which gets the name `path` at the end; nothing is left of it after an exception."""
     _refuse_existing(path, force)
-    _remove_leftovers(path)
+    sweep(path.absolute().parent, _escape(path.name))
     try:
         with _partial(path) as folder:
             yield folder
@@ -146,20 +146,24 @@ def _partial(path: Path) -> Iterator[Path]:
 def _locked_folder(folder: Path) -> int:
     while True:
         folder.mkdir()
-        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            continue  # taken for a leftover between mkdir and open: once more
         fcntl.flock(lock, fcntl.LOCK_EX)
         if os.fstat(lock).st_nlink:
             return lock
         os.close(lock)  # taken for a leftover between mkdir and flock: once more
 
 
-def _remove_leftovers(path: Path) -> None:
-    for folder in path.absolute().parent.glob(f".{_escape(path.name)}.partial-*"):
+def sweep(folder: Path, name: str = "*") -> None:
+    """Remove from `folder` what dead writers left of the artifacts of that name, a glob; what a live one has stays."""
+    for left in folder.glob(f".{name}.partial-*"):
         with contextlib.suppress(OSError):
-            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            lock = os.open(left, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
+                shutil.rmtree(left, ignore_errors=True)
             finally:
                 os.close(lock)
 

@@ -2,6 +2,8 @@
 import errno
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -192,6 +194,23 @@ def test_a_cache_that_cannot_be_written_is_a_note(
     Entry("other", notes.append).keep(tmp_path / "made.infc")
     assert len(notes) == 1 and "not kept" in notes[0]
     assert os.listdir(cache_folder() / "artifacts") == ["k.infc"], "nothing half-written"
+
+
+def test_what_killed_compiles_left_half_kept_goes_and_a_live_ones_stays(entry: Entry, notes: list[str], output: Path) -> None:
+    folder = entry.path.parent
+    code = ("import pathlib, sys\nfrom infc.runtime.writer import _partial\n"
+            "with _partial(pathlib.Path(sys.argv[1])) as made: (made / 'x').touch(); print(made, flush=True); sys.stdin.read()")
+    other = subprocess.Popen(
+        [sys.executable, "-c", code, str(folder / "other.infc")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert other.stdout is not None
+    theirs = Path(other.stdout.readline().strip())
+    (folder / ".third.infc.partial-1-00000000").mkdir()
+    assert not Entry("absent", notes.append).take(output, False, passes)
+    assert sorted(os.listdir(folder)) == [theirs.name, "k.infc"] and (theirs / "x").exists()
+    other.kill()
+    other.communicate()
+    assert entry.take(output, False, passes) and notes == []
+    assert os.listdir(folder) == ["k.infc"]
 
 
 def test_the_oldest_entries_go(entry: Entry, notes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -362,6 +362,21 @@ def test_a_killed_writer_leaves_no_half_artifact(fake):
     use(path)
 
 
+def test_a_folder_swept_before_it_is_locked_is_made_again(fake, monkeypatch):
+    real, taken = os.open, []
+
+    def opened(path, *given, **more):
+        if ".partial-" in str(path) and not taken:
+            taken.append(path)
+            Path(path).rmdir()
+        return real(path, *given, **more)
+
+    monkeypatch.setattr(os, "open", opened)
+    fake.write("raced.infc")
+    assert len(taken) == 1
+    use(fake.folder / "raced.infc")
+
+
 def test_two_writers_and_a_reader(fake):
     path = fake.folder / "shared.infc"
     first = start_writer(fake, path, version="a")
