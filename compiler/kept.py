@@ -7,7 +7,6 @@ entry says so, and of which day it is. The oldest entries go when all together p
 import contextlib
 import hashlib
 import os
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -20,12 +19,9 @@ from torch import Tensor
 
 from . import keys, targets
 from .ir import Graph, tensor_hashes, text
-from .reuse import cache_folder, evict, remove
+from .reuse import cache_folder, evict, remove, sweep_halves
 
 BUDGET_BYTES = 1 << 30
-
-STRAY_S = 3600
-"""Seconds after which a half-written entry is nobody's: writing one takes less than one."""
 
 _DIGEST_BYTES = 32                       # sha256, behind an entry
 
@@ -69,7 +65,6 @@ class Kept:
         try:
             write(path, msgspec.msgpack.encode(entry))
             evict(path.parent, "[!.]*", BUDGET_BYTES, path)
-            _sweep(path.parent)
         except OSError as error:
             self._fail(f"{what} are not kept for the next compile: {path.parent} cannot be written ({error.strerror})")
 
@@ -135,7 +130,7 @@ def read(path: Path) -> bytes | None:
 
 
 def write(path: Path, raw: bytes) -> None:
-    """Atomically: another process may be writing the same."""
+    """Atomically: another process may be writing the same. What killed ones left half written beside it goes."""
     sibling = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -143,13 +138,7 @@ def write(path: Path, raw: bytes) -> None:
         os.replace(sibling, path)
     finally:
         with contextlib.suppress(OSError): sibling.unlink()
-
-
-def _sweep(folder: Path) -> None:
-    """Remove what killed compiles left half written."""
-    for half in folder.glob(".*"):
-        with contextlib.suppress(OSError):               # another compile sweeps as well
-            if half.stat().st_mtime < time.time() - STRAY_S: half.unlink()
+    sweep_halves(path.parent)
 
 
 def _digest(raw: bytes, path: Path) -> bytes:

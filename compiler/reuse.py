@@ -9,6 +9,7 @@ import contextlib
 import errno
 import os
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,9 @@ from ..runtime.writer import sweep
 from .errors import InfcError
 
 BUDGET_BYTES = 4 << 30
+
+STRAY_S = 3600
+"""Seconds after which a half-written file is nobody's: writing one takes less than one."""
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -48,6 +52,13 @@ def evict(folder: Path, pattern: str, budget: int, but: Path) -> None:
     for _, size, entry in sorted(found, reverse=True):
         total += size
         if total > budget and entry != but: remove(entry)
+
+
+def sweep_halves(folder: Path) -> None:
+    """Remove the files of a cache that killed compiles left half written."""
+    for half in folder.glob(".*"):
+        with contextlib.suppress(OSError):                # another compile sweeps as well
+            if half.stat().st_mtime < time.time() - STRAY_S: half.unlink()
 
 
 class _Useless(Exception):

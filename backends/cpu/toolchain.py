@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from ...compiler.errors import CheckFailed, UserError, nearest
-from ...compiler.reuse import remove
+from ...compiler.reuse import remove, sweep_halves
 
 KERNELS = Path(__file__).parent / "kernels"
 
@@ -197,6 +197,7 @@ def _keep(library: bytes, cached: Path, note: Callable[[str], None]) -> None:
         note(f"the library is not kept for the next compile: {cached.parent} cannot be written ({error.strerror})")
     finally:
         with contextlib.suppress(OSError): sibling.unlink()
+    sweep_halves(cached.parent)
 
 
 def _digest(library: bytes, cached: Path) -> bytes:

@@ -3,6 +3,7 @@ import errno
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -185,6 +186,16 @@ def test_a_full_cache_is_a_note_and_leaves_nothing(
     build(PLAIN, "portable", tmp_path / "a.so", tmp_path / "cache", notes.append)
     assert (tmp_path / "a.so").read_text() == "library\n" and os.listdir(tmp_path / "cache") == []
     assert len(notes) == 1 and "No space left on device" in notes[0]
+
+
+def test_what_a_killed_compile_left_half_kept_goes(compiler_says: Callable[..., Path], tmp_path: Path) -> None:
+    compiler_says()
+    (tmp_path / "cache").mkdir()
+    old, new = (tmp_path / "cache" / name for name in (".b.so.1-00", ".c.so.1-00"))
+    for half in (old, new): half.write_bytes(b"half")
+    os.utime(old, (time.time() - 7200,) * 2)
+    build(PLAIN, "portable", tmp_path / "a.so", tmp_path / "cache")
+    assert sorted(os.listdir(tmp_path / "cache")) == [new.name, f"{key(PLAIN, 'portable', find_compiler())}.so"]
 
 
 def test_an_entry_is_on_the_disk_before_it_gets_its_name(
