@@ -9,7 +9,6 @@ With a command of the user's, an artifact is compiled after each prefix of rewri
 """
 import shlex
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -33,6 +32,7 @@ from .prefixes import Prefixes, Ran, first_bad, needed_for, place_of
 from .progress import Event, Listener
 from .replays import VERIFY_TOKENS, Bounds, host_device
 from .rewrite import Contract
+from .scratch import scratch
 
 LAST_NEEDED = "sample_tokens"
 """With this pass a graph has the inputs and outputs that the runtime knows: what it requires, every artifact needs."""
@@ -135,8 +135,8 @@ def _by_answers(search: Search) -> Found:
         return _first_rewrite(search, prefixes, graphs)
     if prefixes.failed: raise prefixes.failed
     search.phase("kernels", "every graph is right: building its program")
-    with tempfile.TemporaryDirectory(prefix="infc-bisect-") as folder:
-        return _kernels(search, prefixes, Path(folder))
+    with scratch("bisect") as folder:
+        return _kernels(search, prefixes, folder)
 
 
 @dataclass
@@ -316,11 +316,11 @@ def _before_any(search: Search, prefixes: Prefixes, graphs: Graphs, base: int, a
 @contextmanager
 def _tester(search: Search, prefixes: Prefixes, command: str) -> Iterator[Callable[[int, int], bool | None]]:
     known: dict[int, bool | None] = {}
-    with tempfile.TemporaryDirectory(prefix="infc-bisect-") as folder:
+    with scratch("bisect") as folder:
 
         def good(cut: int, left: int) -> bool | None:
             if cut not in known:
-                known[cut] = _test(search, prefixes, cut, Path(folder) / f"{cut}.infc", command)
+                known[cut] = _test(search, prefixes, cut, folder / f"{cut}.infc", command)
                 search.ran(f"an artifact with the first {cut} of {prefixes.total} rewrites", known[cut], left)
             return known[cut]
 

@@ -16,7 +16,7 @@ from ..runtime.golden import Case, pack
 from ..runtime.library import default_threads
 from ..runtime.session import load
 from ..runtime.writer import amend
-from . import debug, keys, misses, targets, verification
+from . import debug, keys, misses, scratch, targets, verification
 from .costs.cost_table import CostTable
 from .dump.dump_files import refuse_within
 from .dump.dump_programs import write_programs
@@ -77,6 +77,7 @@ def compile(
     listen = on_event or (lambda event: None)
     clock = Clock(listen, 8 if gated(options) else 7)
     path = _output(model, output)
+    scratch.sweep()
     refuse_place(path, options.force)              # now, rather than after a minute of work
     refuse_within(options.dump or debug.dump(), path)
     beside = recipe.beside(path, options.force) if options.quant == AUTO else None

@@ -13,6 +13,7 @@ from ...compiler.errors import UserError
 from ...compiler.ir import Graph
 from ...compiler.placement import Backend, Claims, claim_each
 from ...compiler.reuse import cache_folder
+from ...compiler.scratch import scratch
 from ...runtime.program import ITEM_BYTES
 from ...runtime.tensors import Tensor
 from ..aten import Aten
@@ -91,8 +92,8 @@ class Toolchain:
         Raises UserError without a compiler or room to compile in, CheckFailed where the source does not compile.
         """
         try:
-            with tempfile.TemporaryDirectory(prefix="infc-code-") as folder:
-                return build(text, self.isa, Path(folder) / "kernels.so", cache, note).read_bytes()
+            with scratch("code") as folder:
+                return build(text, self.isa, folder / "kernels.so", cache, note).read_bytes()
         except OSError as error:
             raise UserError(f"cannot compile in the temporary folder {tempfile.gettempdir()}: {error.strerror} (set TMPDIR)") from error
 

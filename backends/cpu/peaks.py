@@ -6,15 +6,14 @@ what reads memory by its median, as a service would find it.
 """
 import math
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import numpy as np
 
 from ...compiler.costs.peaks import Peaks, last_level_cache
 from ...compiler.reuse import cache_folder
+from ...compiler.scratch import scratch
 from .timing import TimedPool
 from .toolchain import build
 
@@ -60,8 +59,8 @@ def source() -> str:
 
 def measure(cpu: str, isa: str, threads: int) -> Peaks:
     """Compile the micro-benchmarks for `isa` and run them with so many threads. Raises UserError without a compiler."""
-    with tempfile.TemporaryDirectory(prefix="infc-peaks-") as folder:
-        library = build(source(), isa, Path(folder) / "peaks.so", cache_folder() / "code")
+    with scratch("peaks") as folder:
+        library = build(source(), isa, folder / "peaks.so", cache_folder() / "code")
         pool = TimedPool(library, threads)
         try:
             return _measure(pool, cpu, isa, threads)

@@ -5,10 +5,8 @@ memory as a decode step does. The best of the rounds counts: a neighbour can onl
 decode step runs many rounds more.
 """
 import math
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,6 +19,7 @@ from ...compiler.ops.linear_quantized import bf16_rows_of
 from ...compiler.quant.pays import NOISE, ROWS, Entry, Outcome
 from ...compiler.quant.rounding import round_to_nearest
 from ...compiler.reuse import cache_folder
+from ...compiler.scratch import scratch
 from ..launch import Context, Launch, Weight
 from . import claims
 from .pack import LAYOUTS
@@ -69,9 +68,9 @@ def race(
         for side, launch in kernels.launches.items():
             headers.update(dict.fromkeys(launch.headers))
             source += f'extern "C" void {side}{i}_k(void* const* b, const infc_run* r) {{ {launch.body} }}\n'
-    with tempfile.TemporaryDirectory(prefix="infc-race-") as folder:
+    with scratch("race") as folder:
         text = "".join(f'#include "{h}"\n' for h in headers) + source
-        pool = TimedPool(build(text, isa, Path(folder) / "race.so", cache_folder() / "code"), threads)
+        pool = TimedPool(build(text, isa, folder / "race.so", cache_folder() / "code"), threads)
         try:
             return [_time(pool, i, entry, kernels, wide) for i, (entry, kernels) in enumerate(raced)]
         finally:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ...compiler.errors import CheckFailed, UserError, nearest
 from ...compiler.reuse import remove, sweep_halves
+from ...compiler.scratch import scratch
 
 KERNELS = Path(__file__).parent / "kernels"
 
@@ -124,9 +125,9 @@ def build(
 def assembly(source: str, isa: str) -> str:
     """The assembly of `source` as `build` compiles it: same compiler, same flags. Raises as `build` does."""
     try:
-        with tempfile.TemporaryDirectory(prefix="infc-assembly-") as folder:
-            made = Path(folder) / "kernels.s"
-            _compile(find_compiler(), source, isa, Path(folder), made, ("-S",))
+        with scratch("assembly") as folder:
+            made = folder / "kernels.s"
+            _compile(find_compiler(), source, isa, folder, made, ("-S",))
             return made.read_text()
     except OSError as error:
         if error.errno in _FULL: raise _no_space(Path(tempfile.gettempdir()), str(error)) from error
@@ -136,10 +137,11 @@ def assembly(source: str, isa: str) -> str:
 def _compile(compiler: Compiler, source: str, isa: str, folder: Path, made: Path, last: tuple[str, ...] = LINK) -> None:
     text = folder / "kernels.cpp"
     text.write_text(source)
-    # run inside the folder with a relative name: no path of this machine can reach the library
+    # run inside the folder with a relative name: no path of this machine can reach the library; its own files go there too, so that
+    # nothing of them is left where it is killed
     command = [compiler.path, *flags(isa, compiler), "-I", str(KERNELS), text.name, "-o", made.name, *last]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace", check=False,
-                          env={**os.environ, "LC_ALL": "C"})              # its messages are read below
+                          env={**os.environ, "LC_ALL": "C", "TMPDIR": "."})            # its messages are read below
     lines = done.stderr.splitlines()
     full = [line for line in lines if any(words in line for words in _FULL_WORDS)]
     if done.returncode and full: raise _no_space(folder.parent, full[0])

@@ -1,14 +1,12 @@
 """Launches to code for a GPU that is not there: compiled once per content, two at a time, kept, and judged by the compiler's own report."""
 import contextlib
-import fcntl
 import hashlib
 import os
 import queue
 import subprocess
 import sys
-import tempfile
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,7 +16,8 @@ import msgspec
 
 from ...compiler import kept
 from ...compiler.errors import CheckFailed
-from ...compiler.reuse import cache_folder, remove
+from ...compiler.reuse import cache_folder
+from ...compiler.scratch import scratch
 from .registry import Launch
 from .request import key, request
 from .worker import ARCHS, Binary, Request, receive, send
@@ -26,8 +25,6 @@ from .worker import ARCHS, Binary, Request, receive, send
 WORKERS = min(8, len(os.sched_getaffinity(0)))
 """Processes that compile; each takes about 300 MB."""
 
-_PREFIX = "infc-triton-locked-"
-"""Of the folders in which workers compile, in TMPDIR; each is locked as long as its compile lives."""
 
 class Code(msgspec.Struct, frozen=True):
     """A kernel for one architecture. Plain data; `params` end with two pointers Triton appends and nothing reads: pass null."""
@@ -154,7 +151,7 @@ def _compile(asked: dict[str, Request], needed: Collection[str], workers: int) -
     waiting: queue.SimpleQueue[tuple[str, Request]] = queue.SimpleQueue()
     for item in asked.items(): waiting.put(item)
     results: queue.SimpleQueue[tuple[str, Binary | CheckFailed]] = queue.SimpleQueue()
-    with _folder() as folder, contextlib.ExitStack() as stack:
+    with scratch("triton") as folder, contextlib.ExitStack() as stack:
         for index in range(min(workers, len(asked))):
             worker = _Worker(folder / str(index))
             stack.callback(worker.close)
@@ -163,42 +160,6 @@ def _compile(asked: dict[str, Request], needed: Collection[str], workers: int) -
             name, result = results.get()
             if isinstance(result, CheckFailed) and (name in needed or name not in asked): raise result
             yield name, result
-
-
-@contextlib.contextmanager
-def _folder() -> Iterator[Path]:
-    """A new folder, locked and removed at the end; first those are removed whose compile was killed, for nobody holds their lock."""
-    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with _lock(left) as dead:
-            if dead: remove(left)
-    while True:
-        made = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        with _lock(made) as ours:
-            if not (ours and made.exists()): continue        # another compile took it for a dead one's, just now
-            try:
-                yield made
-            finally:
-                remove(made)
-            return
-
-
-@contextlib.contextmanager
-def _lock(folder: Path) -> Iterator[bool]:
-    """Is the folder's lock ours? It goes with the process, however that ends; what it starts does not inherit it."""
-    try:
-        held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:                                          # gone meanwhile, another user's, or no folder
-        yield False
-        return
-    try:
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:                                      # another has it, or it lies where there are no locks
-            yield False
-        else:
-            yield True
-    finally:
-        os.close(held)
 
 
 @dataclass

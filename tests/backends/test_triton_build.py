@@ -3,7 +3,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from dataclasses import replace
@@ -214,24 +213,6 @@ def test_a_cache_that_cannot_be_written_costs_a_note(scaled: Code, tmp_path: Pat
     notes.clear()
     build([SCALE, replace(SCALE, warps=8), replace(SCALE, warps=2)], "sm_90a", cache=tmp_path / "file", note=notes.append)
     assert len(notes) == 1 and notes[0].startswith("3 kernels are not kept")
-
-
-def test_what_a_killed_compile_left_is_swept_and_a_live_ones_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    code = ("import tempfile, sys; tempfile.tempdir = sys.argv[1]\nfrom infc.backends.triton.build import _folder\n"
-            "with _folder() as made: (made / 'x').touch(); print(made, flush=True); sys.stdin.read()")
-    other = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert other.stdout is not None
-    theirs = Path(other.stdout.readline().strip())
-    (tmp_path / "infc-triton-of-others").mkdir()
-    with building._folder() as ours:
-        assert ours.is_dir() and (theirs / "x").exists() and ours.parent == tmp_path
-    assert not ours.exists() and theirs.exists()
-    other.kill()
-    other.wait()
-    assert theirs.exists()                                               # nobody has removed it yet
-    with building._folder(): assert not theirs.exists()
-    assert [p.name for p in tmp_path.iterdir()] == ["infc-triton-of-others"]
 
 
 def fails(launch: Launch, tmp_path: Path) -> str:
