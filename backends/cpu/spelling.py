@@ -1,4 +1,5 @@
 """How the claims read a node and spell it in C++: dtypes, sizes, the reasons that many kernels share."""
+import math
 from typing import Any
 
 import torch
@@ -49,4 +50,7 @@ def short(node: fx.Node) -> str:
 
 
 def float_text(value: float) -> str:
+    """A literal of type float."""
+    if math.isnan(value): return '__builtin_nanf("")'
+    if math.isinf(value): return "__builtin_inff()" if value > 0 else "-__builtin_inff()"
     return f"{float(value)!r}f"

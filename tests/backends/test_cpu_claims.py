@@ -1,10 +1,16 @@
 """What the CPU kernels refuse, with the reason, and what a claimed node becomes."""
+import ctypes
+import math
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 from cpu_kernels import CONTEXT, M, N, P, R, T, call, meta
 from infc.backends.aten import Aten
 from infc.backends.cpu import claims
 from infc.backends.cpu.backend import Kernels
+from infc.backends.cpu.toolchain import build
 from infc.backends.launch import Out, Weight
 from infc.compiler.errors import UserError
 from infc.compiler.ir import Graph
@@ -77,6 +83,20 @@ def test_a_launch_names_its_sizes_and_arguments() -> None:
     assert launch.args == (x, Weight(w, "bf16_n32k2"), residual, Out(0))
     assert launch.body == ("infc::linear<infc::bf16, float, float, float>"
                            "(r, r->dims[0], 48, 96, b[0], b[1], nullptr, b[2], b[3]);")
+
+
+def test_a_number_in_a_launch_is_that_number_in_its_code(tmp_path: Path) -> None:
+    values = [math.nan, math.inf, -math.inf, 1e-5, -0.5, 0.0]
+    bodies = [claims.lower(call(OPS.rms_norm.default, x=meta(T, 8), w=meta(8), eps=eps), CONTEXT).body for eps in values]
+    source = ""
+    for i, body in enumerate(bodies):
+        eps = body.removesuffix(", b[0], b[1], b[2]);").rpartition(", ")[2]
+        source += f'extern "C" float eps_{i}() {{ return {eps}; }}\n'
+    library = ctypes.CDLL(str(build(source, "portable", tmp_path / "eps.so")))
+    for i, value in enumerate(values):
+        function = library[f"eps_{i}"]
+        function.restype = ctypes.c_float
+        assert np.float32(function()).tobytes() == np.float32(value).tobytes(), bodies[i]
 
 
 def test_rope_of_tokens_in_a_row_is_a_batch_of_rows_of_length_one() -> None:
