@@ -16,6 +16,7 @@ from ..errors import CheckFailed, UserError, not_finite
 from ..ir import Graph, verify
 from . import composites
 from .compare import compare
+from .hushed import hushed
 from .kept_graph import KeptGraph
 from .lift import lift, place
 from .messages import first_line, user_line
@@ -137,7 +138,7 @@ def _export(module: nn.Module, names: list[str], inputs: tuple[Tensor, ...], dyn
     dims = {name: Dim(name) for axes in dynamic.values() for name in axes.values()}
     shapes = tuple({axis % x.dim(): dims[d] for axis, d in dynamic.get(name, {}).items()} for name, x in zip(names, inputs, strict=True))
     try:
-        with torch.no_grad():
+        with torch.no_grad(), hushed():
             return torch.export.export(module, inputs, dynamic_shapes=_as_signature(module, names, shapes), strict=False)
     except GuardOnDataDependentSymNode as error:
         raise UserError(f"the module decides on the values of a tensor, which a graph cannot: {user_line(error)}") from error

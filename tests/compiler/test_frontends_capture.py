@@ -1,5 +1,9 @@
 """Capturing a module: dynamic sizes, one placeholder per weight, honest refusals, and the graph is the module."""
+import io
+import logging
 import re
+import sys
+import threading
 from collections import Counter
 
 import pytest
@@ -9,6 +13,7 @@ from infc.compiler import ir
 from infc.compiler.errors import CheckFailed, UserError
 from infc.compiler.frontends import capture, composites
 from infc.compiler.frontends.compare import compare
+from infc.compiler.frontends.hushed import hushed
 from infc.compiler.frontends.samples import DecoderSamples
 from infc.models.llama import LlamaConfig
 from infc.models.random_weights import random_llama
@@ -178,6 +183,25 @@ def test_a_size_the_code_fixes_is_named_with_its_line() -> None:
 def test_control_flow_on_values() -> None:
     message = refusal(lambda m, x: x if x.sum() > 0 else -x)
     assert "decides on the values of a tensor" in message and "x.sum() > 0" in message
+
+
+def test_what_pytorch_logs_and_prints_meanwhile_is_not_seen(capsys: pytest.CaptureFixture[str]) -> None:
+    logger, logged = logging.getLogger("torch.fx.experimental.symbolic_shapes"), io.StringIO()
+    handler = logging.StreamHandler(logged)
+    logger.addHandler(handler)
+    try:
+        refusal(lambda m, x: x if x.sum() > 0 else -x)
+        with hushed():
+            print("a line", file=sys.stderr)
+            other = threading.Thread(target=lambda: print("a bar", file=sys.stderr, flush=True))
+            other.start()
+            other.join()
+        assert (logged.getvalue(), capsys.readouterr().err) == ("", "a bar\n")
+        logger.warning("after")
+        print("after", file=sys.stderr)
+        assert logged.getvalue() == "after\n" and capsys.readouterr().err.endswith("after\n")
+    finally:
+        logger.removeHandler(handler)
 
 
 def test_a_module_that_writes_to_itself() -> None:
