@@ -96,6 +96,11 @@ def test_chat_is_a_conversation(fake):
         assert by_text == model.generate(model.tokenizer.chat(messages), **options)
 
 
+def test_what_a_template_marks_as_generated_is_text(fake):
+    template = "{% for m in messages %}{% generation %}{{ m.content }}{% set n = 1 %}.{{ n }}{% endgeneration %};{% endfor %}"
+    assert tokenizer(fake, template).render([{"role": "user", "content": "hi"}]) == "hi.1;"
+
+
 @pytest.mark.parametrize(("template", "message"), [
     ("{{ raise_exception('system is not supported') }}", "refuses this conversation: system is not supported"),
     ("{{ messages.__class__.__mro__ }}", "refuses this conversation"),
