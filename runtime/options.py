@@ -151,7 +151,7 @@ def _number(name: str, value: Any) -> float:
             raise TypeError
         return float(value)
     except OverflowError:                                 # an int, and no float is as large
-        return math.inf if value > 0 else -math.inf
+        return -math.inf if operator.lt(value, 0) else math.inf
     except (TypeError, ValueError) as error:
         raise RuntimeFault(f"{name} is {value!r}; it must be a number") from error
 
