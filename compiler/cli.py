@@ -5,7 +5,9 @@ one line and exit code 2, a failed check is 1, Ctrl-C is 130; with --json the do
 fast, so nothing heavy is imported before the command that needs it: typer takes 45 ms, rich 45, torch 2000.
 """
 
+import codecs
 import errno
+import io
 import os
 import signal
 import sys
@@ -80,8 +82,24 @@ quality.command("measure", hidden=True)(measuring.measure_quality)
 quality.command("compare")(measuring.compare_quality)
 
 
+_SHOWN = "infc.shown"
+
+
+def _shown(error: UnicodeError) -> tuple[str | bytes, int]:
+    """What stdout gets for a character that its encoding lacks: \\u and four digits, as in JSON; a path's byte that was no text, itself."""
+    assert isinstance(error, UnicodeEncodeError)
+    character = error.object[error.start]
+    if "\udc80" <= character <= "\udcff": return character.encode("utf-8", "surrogateescape"), error.start + 1
+    halves = character.encode("utf-16-be", "surrogatepass").hex()
+    return "".join(f"\\u{halves[i:i + 4]}" for i in range(0, len(halves), 4)), error.start + 1
+
+
+codecs.register_error(_SHOWN, _shown)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns its exit code. Only a bug in infc leaves a traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper): sys.stdout.reconfigure(errors=_SHOWN)
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that unfinished files are removed
     try:
         code = _run(list(sys.argv[1:] if arguments is None else arguments))

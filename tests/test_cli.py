@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from infc.runtime import manifest
-from tiny_artifact import INFC, infc, tiny
+from tiny_artifact import INFC, infc, process, tiny
 
 
 def result(*arguments: object) -> dict:
@@ -96,6 +96,23 @@ def test_prompt_from_stdin():
     piped = subprocess.run([*INFC, "run", tiny(), "-p", "-", "--json", "--max-tokens", "4"], input="hello", capture_output=True, text=True)
     given = result("run", tiny(), "-p", "hello", "--max-tokens", 4)
     assert json.loads(piped.stdout)["outputs"] == given["outputs"]
+
+
+def test_characters_that_stdout_has_no_bytes_for_are_escaped():
+    """As JSON escapes them, so that a document stays one; a path's byte that is no text stays that byte."""
+    ascii_only = {"PYTHONIOENCODING": "ascii", "LC_ALL": "C.UTF-8"}
+    asked = ("run", tiny(), "-p", "\xe9\U0001f600", "-p", "b", "--max-tokens", 4, "--ignore-eos")
+    done = process(*asked, "--quiet", env=ascii_only)
+    assert done.returncode == 0 and done.stdout.startswith("--- \\u00e9\\ud83d\\ude00\n"), done.stdout + done.stderr
+    done = process(*asked, "--json", env=ascii_only)
+    assert done.stdout.isascii() and json.loads(done.stdout)["outputs"] == result(*asked)["outputs"]
+
+
+def test_a_path_that_is_no_text_is_printed_as_it_is(tmp_path: Path):
+    path = os.fsencode(shutil.copytree(tiny(), tmp_path / "a\udcff.infc"))
+    done = subprocess.run([*INFC, "check", path], capture_output=True)
+    assert done.returncode == 0 and done.stdout.startswith(path + b": "), done.stderr
+    assert json.loads(subprocess.run([*INFC, "check", path, "--json"], capture_output=True).stdout)["artifact"].endswith("a\\udcff.infc")
 
 
 def test_a_seed_repeats_an_answer():

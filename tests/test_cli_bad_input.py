@@ -280,6 +280,18 @@ def test_bad_requests(options: tuple[str, ...], words: tuple[str, ...]):
     refused(infc("run", tiny(), *options), *words)
 
 
+@pytest.mark.parametrize(("stdin", "words"), [
+    ("<&-", ("--prompt - reads from stdin, which is closed",)), ("< BYTES", ("no utf-8 text", "invalid start byte at byte 2")),
+])
+def test_no_prompt_on_stdin(tmp_path: Path, stdin: str, words: tuple[str, ...]):
+    (tmp_path / "BYTES").write_bytes(b"ab\xff")
+    done = subprocess.run(
+        ["sh", "-c", f'"$@" {stdin}', "sh", *INFC, "run", tiny(), "-p", "-"], cwd=tmp_path, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},
+    )
+    refused(done, *words)
+
+
 def test_token_out_of_range():
     import infc as package
     from infc.runtime.errors import RuntimeFault

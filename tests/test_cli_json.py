@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from infc.compiler import cli
 from infc.runtime import golden
-from tiny_artifact import INFC, infc, tiny
+from tiny_artifact import INFC, infc, process, tiny
 
 
 def told(done: subprocess.CompletedProcess[str], code: int) -> dict[str, Any]:
@@ -48,6 +48,10 @@ def test_a_wrong_option_of_every_command(command: tuple[str, ...]):
 def test_a_mistake(arguments: tuple[str, ...], said: str):
     found = told(infc(*arguments, *["--json"] * (arguments != ("--json",))), 2)
     assert set(found) == {"error"} and said in found["error"]["message"]
+
+
+def test_a_path_that_is_no_text_is_spelled_as_on_stderr():
+    assert "a\\udcff.infc: no such artifact" in told(process("run", "a\udcff.infc", "-p", "x", "--json"), 2)["error"]["message"]
 
 
 def test_a_json_that_is_misspelt_is_still_asked_for():

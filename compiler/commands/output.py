@@ -15,7 +15,19 @@ def as_text(value: Any) -> str:
     """Structs, paths and all; NaN becomes null."""
     import msgspec
 
-    return msgspec.json.format(msgspec.json.encode(value, enc_hook=str), indent=1).decode()
+    try:
+        text = msgspec.json.encode(value, enc_hook=str)
+    except UnicodeEncodeError:                            # a path has bytes that are no UTF-8
+        text = msgspec.json.encode(_spelled(plain(value)))
+    return msgspec.json.format(text, indent=1).decode()
+
+
+def _spelled(value: Any) -> Any:
+    """The value with what no UTF-8 can hold as escapes in its strings, as stderr shows it."""
+    if isinstance(value, str): return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict): return {_spelled(key): _spelled(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple): return [_spelled(inner) for inner in value]
+    return value
 
 
 def print_json(value: Any) -> None:

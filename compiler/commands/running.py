@@ -29,7 +29,7 @@ def run(
 ) -> None:
     """Load ARTIFACT and answer; a single prompt's answer is streamed."""
     model = load_model(artifact, threads, text=True)
-    prompts = [sys.stdin.read() if p == "-" else p for p in prompt]
+    prompts = [_from_stdin() if p == "-" else p for p in prompt]
     options: dict[str, Any] = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -58,6 +58,14 @@ def run(
         timing = model.timing
         then = f", then {1 / timing.tpot_s:.0f} tokens/s" if timing.tpot_s else ""
         print(f"[loaded in {timing.load_s:.2f} s, first token in {timing.ttft_s:.3f} s{then}]", file=sys.stderr)
+
+
+def _from_stdin() -> str:
+    if not sys.stdin: raise UserError("--prompt - reads from stdin, which is closed; give the text itself, or a file: -p - <FILE")
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise UserError(f"stdin is no {error.encoding} text: {error.reason} at byte {error.start}; give it as that") from error
 
 
 def inspect(artifact: Artifact, as_json: Json = False) -> None:
