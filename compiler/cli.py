@@ -6,6 +6,7 @@ fast, so nothing heavy is imported before the command that needs it: typer takes
 """
 
 import codecs
+import contextlib
 import errno
 import io
 import os
@@ -139,7 +140,8 @@ def _run(arguments: list[str]) -> int:
 def _fail(message: str, code: int, as_json: bool = False, document: dict[str, Any] | None = None) -> int:
     """One line on stderr, whatever the message; as_json: the same in a document on stdout."""
     line = " ".join(message.split())
-    print(f"infc: {line}", file=sys.stderr)
+    with contextlib.suppress(OSError):                           # of a stderr that nothing can be written to: the exit code says it
+        if sys.stderr: print(f"infc: {line}", file=sys.stderr)
     if as_json: print_json({**(document or {}), "error": {"message": line, "exit_code": code}})
     return code
 

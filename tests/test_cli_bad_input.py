@@ -292,6 +292,13 @@ def test_no_prompt_on_stdin(tmp_path: Path, stdin: str, words: tuple[str, ...]):
     refused(done, *words)
 
 
+@pytest.mark.parametrize("stderr", ["2>/dev/full", "2>&-"])
+def test_a_stderr_that_cannot_be_written_changes_no_exit_code(stderr: str):
+    command = ["sh", "-c", f'"$@" {stderr}', "sh", *INFC, "run", "none.infc", "-p", "x"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+
+
 def test_token_out_of_range():
     import infc as package
     from infc.runtime.errors import RuntimeFault
