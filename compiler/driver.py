@@ -1,5 +1,6 @@
 """compile(): the whole story on one page, and the only file that knows frontends, passes, backends and the artifact."""
 import difflib
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -243,8 +244,9 @@ def _output(model: "str | Path | nn.Module | Graph", output: Path | str | None) 
         name = str(model) if isinstance(model, (str, Path)) else type(model).__name__
         base = Path(name).name.removesuffix(".gguf") if Path(name).exists() else name
         output = "".join(c if c.isalnum() or c in "-_." else "-" for c in base).strip("-.") or "model"
-    path = Path(output)
-    return named_artifact(path)
+    if not isinstance(output, (str, os.PathLike)):
+        raise UserError(f"output is {output!r}: give a path, as 'model.infc', or leave it out")
+    return named_artifact(Path(output))
 
 
 def _entry(

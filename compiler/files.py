@@ -8,11 +8,14 @@ from .errors import UserError
 
 
 def named_artifact(path: Path) -> Path:
-    """NAME -> NAME.infc. UserError where it is no name, or lies inside another artifact."""
+    """NAME -> NAME.infc. UserError where it is no name, names a device or the like, or lies inside another artifact."""
+    if "\0" in str(path): raise UserError(f"{str(path)!r} holds a zero byte, which no file's name does: name another place")
     if path.name in ("", ".."): raise UserError(f"{path} is a folder: name the artifact in it, as {path / 'model.infc'}")
     inside = path.absolute().parent
     if inside.suffix == ".infc" and (inside / "manifest.json").is_file():
         raise UserError(f"{path} would lie inside the artifact {path.parent}: name a place beside it")
+    if os.path.exists(path) and not os.path.isdir(path) and not os.path.isfile(path):
+        raise UserError(f"{path} is no regular file and no folder: name another place for the artifact")
     return path if path.suffix == ".infc" else path.with_name(path.name + ".infc")
 
 

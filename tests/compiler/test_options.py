@@ -1,4 +1,5 @@
 """A compile's options as Python callers write them."""
+import os
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,18 @@ def test_an_artifact_has_a_name_of_its_own(tmp_path: Path, monkeypatch: pytest.M
     done = infc("compile", "tiny", "-o", place, "--quiet")
     assert done.returncode == 2 and line in done.stderr and done.stderr.count("\n") == 1
     assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")) == ["whole.infc", "whole.infc/manifest.json"]
+
+
+@pytest.mark.parametrize(("place", "line"), [
+    ("pipe", "^pipe is no regular file and no folder: name another place"), ("pipe.infc", "is no regular file and no folder"),
+    ("/dev/null", "^/dev/null is no regular file and no folder"), ("x\0.infc", r"^'x\\x00.infc' holds a zero byte"),
+    (5, "^output is 5: give a path, as 'model.infc', or leave it out$"), (b"a", "^output is b'a': give a path"),
+])
+def test_a_place_where_no_artifact_can_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Any, line: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("pipe", "pipe.infc"): os.mkfifo(name)
+    with pytest.raises(UserError, match=line): driver.compile("tiny", place, options=Options(force=True))
+    assert sorted(os.listdir()) == ["pipe", "pipe.infc"] and not Path("/dev/null.infc").exists()
 
 
 def test_a_manifest_of_another_kind_makes_no_artifact_of_a_folder(tmp_path: Path) -> None:
