@@ -1,9 +1,12 @@
 """The captured graph is the module: both run on the samples, batch 1 and length 1 among them."""
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
-from ..errors import CheckFailed
+from ..errors import CheckFailed, UserError, not_finite
 from ..ir import Graph
 from .messages import first_line
 
@@ -12,20 +15,40 @@ RELATIVE = 1e-6
 
 
 def compare(graph: Graph, module: nn.Module) -> None:
-    """Run graph and module on the graph's samples; CheckFailed unless outputs agree to 1e-6 of their largest value."""
+    """Run graph and module on the graph's samples; CheckFailed unless outputs agree to 1e-6 of their largest value.
+
+    Raises UserError where the module itself is at fault: its logits are NaN, or something differs and its outputs are.
+    """
     samples = graph.sample_inputs() if graph.sample_inputs else []
     for sample in samples:
-        shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in zip(graph.inputs, sample, strict=True))
-        with torch.no_grad():
-            expected = [x for x in pytree.tree_leaves(module(*sample)) if isinstance(x, Tensor)]
+        shapes = _shapes(graph, sample)
+        expected = _outputs(module, sample)
         try:
             found = graph.run(*sample)
         except (RuntimeError, IndexError, ValueError) as error:
             raise CheckFailed(f"the captured graph fails where the module runs ({shapes}): {first_line(error)}") from error
         for name, a, b in zip(graph.outputs, found, expected, strict=True):
             reason = _difference(a, b)
-            if reason:
-                raise CheckFailed(f"the captured graph differs from the module in {name} ({shapes}): {reason}")
+            if reason or (name == "logits" and b.isnan().any()): _check_own(graph, module, samples)
+            if reason: raise CheckFailed(f"the captured graph differs from the module in {name} ({shapes}): {reason}")
+
+
+def _check_own(graph: Graph, module: nn.Module, samples: Sequence[Sequence[Tensor]]) -> None:
+    """UserError where the module's own outputs hold NaN. Attention as plain operators: fused ones drop a NaN of some lengths."""
+    for sample in samples:
+        with sdpa_kernel(SDPBackend.MATH): found = _outputs(module, sample)
+        for name, x in zip(graph.outputs, found, strict=True):
+            if x.isnan().any():
+                raise UserError(f"the module's own {name} are not finite ({_shapes(graph, sample)}: {not_finite(x)}); "
+                                "mend its weights or its config, such as rope_theta or a norm's eps")
+
+
+def _shapes(graph: Graph, sample: Sequence[Tensor]) -> str:
+    return ", ".join(f"{name} {list(x.shape)}" for name, x in zip(graph.inputs, sample, strict=True))
+
+
+def _outputs(module: nn.Module, sample: Sequence[Tensor]) -> list[Tensor]:
+    with torch.no_grad(): return [x for x in pytree.tree_leaves(module(*sample)) if isinstance(x, Tensor)]
 
 
 def _difference(found: Tensor, expected: Tensor) -> str | None:

@@ -5,6 +5,7 @@ import re
 import sys
 import threading
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -51,6 +52,13 @@ def test_a_weight_that_is_not_finite_is_named(value: float) -> None:
         model.model.layers[1].mlp.up_proj.weight[3, 5] = value
     said = rf"^weight model\.layers\.1\.mlp\.up_proj\.weight: 1 value is not finite, the first at \[3, 5\]: {value}; mend the checkpoint$"
     with pytest.raises(UserError, match=said): capture(model)
+
+
+@pytest.mark.parametrize("fault", [{"rope_theta": -1.0}, {"rope_theta": 0.0}, {"rope_theta": float("nan")}, {"rms_eps": float("nan")}],
+                         ids=str)
+def test_a_module_whose_own_logits_are_not_finite(fault: dict[str, float]) -> None:
+    said = r"^the module's own logits are not finite \(input_ids \[\d+, \d+\], .* the first at .*: nan\); mend"
+    with pytest.raises(UserError, match=said): capture(random_llama(replace(CONFIG, **fault)))
 
 
 def test_a_buffer_may_hold_infinity() -> None:
