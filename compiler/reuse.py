@@ -14,9 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..runtime.artifact import copy, verify_files
+from ..runtime.artifact import copy, sweep, verify_files
 from ..runtime.errors import RuntimeFault
-from ..runtime.writer import sweep
 from .errors import InfcError
 
 BUDGET_BYTES = 4 << 30

@@ -240,6 +240,13 @@ def copy(
     copy_artifact(Path(source), Path(path), force, check)
 
 
+def sweep(folder: str | os.PathLike[str]) -> None:
+    """Remove from a folder what dead writers left of any artifact; what a live one has stays."""
+    from .writer import sweep as swept
+
+    swept(Path(folder))
+
+
 def refuse_place(path: str | os.PathLike[str], force: bool) -> None:
     """Raise RuntimeFault where `write` would for the place alone: something is there that it must not replace, or nothing can be."""
     from .writer import refuse_place as refuse
