@@ -101,8 +101,12 @@ def _publishing(path: Path, force: bool, size: int) -> Iterator[Path]:
             _publish(folder, path, force)
     except OSError as error:
         if error.errno in _FULL:
-            raise RuntimeFault(f"{path}: no space left on the device (about {size >> 20} MiB are needed); nothing was written") from error
+            raise RuntimeFault(f"{path}: no space left on the device (about {_rough(size)} are needed); nothing was written") from error
         raise RuntimeFault(f"{path}: cannot be written ({error.strerror}); nothing was written") from error
+
+
+def _rough(size: int) -> str:
+    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{-(-size // 1000)} kB"
 
 
 def refuse_place(path: Path, force: bool) -> None:

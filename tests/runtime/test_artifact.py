@@ -345,6 +345,13 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(fake, limit):
     assert list(fake.folder.iterdir()) == []
 
 
+@pytest.mark.parametrize(("size", "told"), [(0, "0 kB"), (1, "1 kB"), (586_752, "587 kB"), (1 << 20, "1 MiB"), (5 << 20, "5 MiB")])
+def test_what_a_full_disk_lacks_is_told_in_its_own_unit(size, told):
+    from infc.runtime import writer
+
+    assert writer._rough(size) == told
+
+
 def test_a_killed_writer_leaves_no_half_artifact(fake):
     path = fake.folder / "killed.infc"
     for _ in range(5):
