@@ -237,7 +237,7 @@ def _prediction(found: Mapping[str, Any]) -> str:
     least, most = ("at least ", "at most ") if found["by"] == "the data sheet" else ("", "")
     return (f"a decode step reads {size(found['bytes'])} at context {found['context']}: {least}{found['decode_ms']:.3g} ms, "
             f"{most}{number(found['decode_tok_s'], 0)} tokens/s, bound by {found['bound']}"
-            f"{rate} (by {found['by']}; more: infc explain)")
+            f"{rate} (by {found['by']}; more: infc explain)" + "".join(f"; {line}" for line in found["findings"]))
 
 
 def inspected(shown: Mapping[str, Any]) -> None:

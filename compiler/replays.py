@@ -1,4 +1,5 @@
 """Golden cases replayed on what was written, before it gets its name: on this CPU, or a GPU's programs on what stands for it here."""
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from ..backends.cpu.caches import Caches
 from ..backends.host_device import HostDevice
 from ..backends.reference import Bound
 from ..runtime.artifact import REPORT, read, verify_files
+from ..runtime.environment import cpu_share
 from ..runtime.golden import GoldenReport, replay
 from ..runtime.manifest import Manifest
 from ..runtime.session import load
@@ -20,6 +22,9 @@ from .progress import Event, Listener
 
 VERIFY_TOKENS = 4096
 """Room of the KV pool when a program is verified on reference operators: more than all golden cases together, twice."""
+
+MEASURABLE_S = 0.005
+"""Shorter reads of weights say nothing of who had the CPUs."""
 
 Bounds = dict[str, Bound]
 """Program name -> the graph and the units behind its steps."""
@@ -45,10 +50,13 @@ def replay_here(folder: Path, target: targets.Target, listen: Listener, bounds: 
         report = replay(model)
         _refuse_other(report)
         size = model.memory()["weights"]
+        begin, used = time.perf_counter(), time.process_time()
         times = sorted(model.executor.read_weights() for _ in range(5))
+        used, wall = time.process_time() - used, time.perf_counter() - begin
         if debug.level() >= 2:
             listen(Event("note", "write", "\n".join(step_times(model, size / times[2]))))
-        return {"replayed": True, "reference": bounds is not None, "read_gb_s": size / times[2], **msgspec.to_builtins(report)}
+        return {"replayed": True, "reference": bounds is not None, "read_gb_s": size / times[2],
+                "cpu_share": cpu_share(used, wall, model.executor.threads) if wall > MEASURABLE_S else 1.0, **msgspec.to_builtins(report)}
 
 
 def replay_on_host(folder: Path, target: targets.Target, bounds: Bounds, cache: Kept | None, listen: Listener) -> dict[str, Any]:

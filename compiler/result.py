@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ..runtime.artifact import read
+from ..runtime.environment import busy
 from ..runtime.library import default_threads
 from ..runtime.manifest import GPU, Manifest
 from . import targets
@@ -62,7 +63,7 @@ def predict(costs: dict[str, Any], manifest: Manifest, verified: dict[str, Any])
     moved = [cost.moved(kernel, phase.loads[0]) for kernel in cost.steps_of(costs, phase.loads[0])]
     streamed = sum(m.weights + m.kv for m in moved)
     found: dict[str, Any] = {"context": context, "bytes": int(streamed), "flops": int(sum(m.flops for m in moved)),
-                             "read_gb_s": rate}
+                             "read_gb_s": rate, "findings": [] if sheet else busy(verified["cpu_share"])}
     peaks = sheet or machine.known_peaks(costs["isa"], default_threads())
     if peaks is None:
         seconds, binds = streamed / (rate * 1e9), {"memory": 1.0}

@@ -161,10 +161,12 @@ def test_a_compile_predicts_by_reads_alone_until_peaks_are_known(monkeypatch: py
     with read(tiny()) as artifact:
         costs, manifest = artifact.report()["costs"], artifact.manifest
     monkeypatch.setattr(result.machine, "known_peaks", lambda isa, threads: None)
-    plain = result.predict(costs, manifest, {"read_gb_s": 2.0})
+    plain = result.predict(costs, manifest, {"read_gb_s": 2.0, "cpu_share": 1.0})
+    busy = result.predict(costs, manifest, {"read_gb_s": 2.0, "cpu_share": 0.5})
+    assert plain["findings"] == [] and busy["findings"][0].startswith("other processes had these CPUs 50% of the time")
     assert plain["by"] == "reads alone" and plain["decode_ms"] == pytest.approx(plain["bytes"] / 2e9 * 1e3) and plain["bound"] == "memory"
     monkeypatch.setattr(result.machine, "known_peaks", lambda isa, threads: PEAKS)
-    known = result.predict(costs, manifest, {"read_gb_s": 2.0})
+    known = result.predict(costs, manifest, {"read_gb_s": 2.0, "cpu_share": 1.0})
     assert known["by"] == "measured peaks" and known["decode_ms"] > plain["decode_ms"]
     assert sum(known["shares"].values()) == pytest.approx(1.0)
     assert known["decode_tok_s"] == pytest.approx(1e3 / known["decode_ms"]) and result.predict(costs, manifest, {}) == {}
