@@ -92,17 +92,17 @@ def test_every_step_runs_once_on_every_thread_and_none_overtakes(pool: tuple[cty
 def test_each_table_finds_its_own_prefetch_distance_and_asks_again(lib: ctypes.CDLL) -> None:
     made = lib.infc_pool_create(2, 100)
     function = ctypes.cast(lib.quick_at, ctypes.c_void_p).value
-    steps, kept = [], []
-    for quick in (512, 8192):
+    steps, kept = np.zeros((2, 8), np.uintp), []                     # 64 bytes apart: two places among the pool's trials, never one
+    for which, quick in enumerate((512, 8192)):
         buffer = np.array([quick, 0], np.int64)
         table = (ctypes.c_void_p * 1)(buffer.ctypes.data)
-        steps.append((ctypes.c_void_p * 2)(function, ctypes.addressof(table)))
+        steps[which, :2] = function, ctypes.addressof(table)
         kept.append((buffer, table))
 
     def distances(which: int, runs: int) -> list[int]:
         seen = []
         for _ in range(runs):
-            lib.infc_pool_run(made, steps[which], 1, (ctypes.c_int64 * 5)(1), None)
+            lib.infc_pool_run(made, steps[which].ctypes.data, 1, (ctypes.c_int64 * 5)(1), None)
             seen.append(int(kept[which][0][1]))
         return seen
 
