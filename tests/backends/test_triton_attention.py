@@ -203,8 +203,9 @@ def test_every_cut_is_taken() -> None:
     assert tiles(8, 8, 8192, **sizes | {"group": 71}).rows == 128       # all query heads of a kv head fit one tile
 
 
-@pytest.mark.parametrize(("kind", "batch"), [("three to one", BATCHES["decode"]), ("three to one", BATCHES["mixed"]),
-                                             ("three to one", [(250, 0)]), ("sinks", BATCHES["decode"])], ids=str)
+@pytest.mark.parametrize(("kind", "batch"), [
+    ("three to one", BATCHES["decode"]), ("three to one", BATCHES["mixed"]), ("sinks", BATCHES["decode"]),
+    pytest.param("three to one", [(250, 0)], marks=pytest.mark.slow)], ids=str)
 def test_every_cut_gives_what_attention_means(kind: str, batch: list[tuple[int, int]]) -> None:
     arguments = step(KINDS[kind], batch, BF16)
     several = picks("infc::paged_attention", **arguments)

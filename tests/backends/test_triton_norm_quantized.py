@@ -158,7 +158,7 @@ def step(quant: str, monkeypatch: pytest.MonkeyPatch, fused: bool = True) -> tup
     return Counter(names[one.kernel].partition("#")[0].rstrip("_0123456789x") for one in program.steps), entries
 
 
-@pytest.mark.parametrize("quant", ["w8a8", "fp8a8", "w8a8:channel:token", "w4a8"])
+@pytest.mark.parametrize("quant", ["w8a8", "fp8a8", *(pytest.param(q, marks=pytest.mark.slow) for q in ("w8a8:channel:token", "w4a8"))])
 def test_a_decode_step_launches_less(quant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No rounding of its own before qkv, gate and up, and the head: two launches a layer less, and one."""
     now, _ = step(quant, monkeypatch)
