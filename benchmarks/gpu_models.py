@@ -90,7 +90,7 @@ def compiled(request: Mapping[str, Any], begin: Callable[[str], None], tell: Cal
 
     from infc import passes
     from infc.compiler import driver, verification
-    from infc.compiler.options import BUCKETS, SEQUENCES, Options, pass_options
+    from infc.compiler.options import Options, pass_options
     from infc.compiler.pipeline import run_pipeline
 
     begin(request["name"])
@@ -99,8 +99,8 @@ def compiled(request: Mapping[str, Any], begin: Callable[[str], None], tell: Cal
     quant, kv = request["quant"], request["kv"]
     options = Options(
         target=request["target"], quant=quant, kv_quant=kv, unverified=(quant, kv) != ("none", "none"),
-        quant_method="auto" if quant == "none" else "rtn", buckets=tuple(request["buckets"]) or BUCKETS["cuda"],
-        max_sequences=SEQUENCES["cuda"], check=request["check"], reuse=False, force=True)
+        quant_method="auto" if quant == "none" else "rtn", buckets=tuple(request["buckets"]) or None,
+        check=request["check"], reuse=False, force=True)
 
     def rewrite(graph: Any) -> Any:
         return run_pipeline(
