@@ -74,9 +74,8 @@ def test_programs_hold_the_one_product_that_their_steps_need(graph):
     def names(program):
         return {store.kernels[s.kernel].name for s in program.steps if "linear" in s.op and program.buffers[s.args[0]].shape[0] == "T"}
 
-    few, both = [names(p) for p in programs[:2]], names(programs[2])
-    assert few[0] == few[1] and not any("bf16" in name.partition("_bf16_")[2] + name[-5:] for name in few[0])
-    assert both and all(name.endswith("_bf16") for name in both) and names(programs[3]) == both
-    wide = replace(options, buckets=(1, 64))
-    programs, _, _ = build_programs(graph, wide, cpu, "x86-64-v4-amx", Store("x86-64-v4-amx", ""), lambda unit, context: (0, 0))
-    assert programs
+    few, many = names(programs[0]), names(programs[2])
+    assert few and names(programs[1]) == few and not any(name.endswith("_bf16") or "_bf16_from_" in name for name in few)
+    assert many and names(programs[3]) == many and all(name.endswith("_bf16") for name in many)
+    programs, _, _ = build_programs(graph, replace(options, buckets=(1, 64)), cpu, "x86-64-v4-amx", store, lambda unit, context: (0, 0))
+    assert names(programs[0]) == few and all(name.endswith(f"_bf16_from_{ROWS}") for name in names(programs[1]))     # 2 to 64 rows
