@@ -30,7 +30,7 @@ KINDS = {"bf16": Options(), "fp16": Options(dtype="fp16"), "fp32": Options(dtype
          "w4": Options(quant="w4", quant_method="rtn", unverified=True), "fp8": Options(quant="fp8", unverified=True),
          "fp8a8": Options(quant="fp8a8:tensor", unverified=True), "w8a8": Options(quant="w8a8", unverified=True),
          "sinks": Options(), "sinks, fp8 KV": Options(kv_quant="fp8", unverified=True)}
-FAST = ("bf16", "fp16", "int8 KV", "fp8 KV", "sinks")
+FAST = ("bf16", "int8 KV", "sinks")
 
 
 def sunk() -> Graph:

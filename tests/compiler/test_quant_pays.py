@@ -67,7 +67,7 @@ def test_noise_is_no_reason() -> None:
     assert outcome.slower == {} and set(ROWS) == {1, 8, 256}
 
 
-@pytest.mark.parametrize("text", ["w8", "w4:g128:asym", "w8a32"])
+@pytest.mark.parametrize("text", ["w8", pytest.param("w4:g128:asym", marks=pytest.mark.slow), "w8a32"])
 def test_the_race_times_real_kernels(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     race = importlib.import_module("infc.backends.cpu.race")            # the package's name for it is the function's
     monkeypatch.setattr(race, "last_level_cache", lambda: 1 << 16)      # fewer copies of so small a weight
