@@ -55,7 +55,7 @@ class Target:
     def bf16_rows(self) -> Mapping[int, int]:
         """Bits of x's codes -> rows from which a bf16 program's products of codes become products of bf16, where they ever do. Measured
         in backends/cpu/kernels/quantized_bf16.h and amx.h."""
-        if "amx_bf16" in self.flags: return {16: 48, 8: 48}
+        if "amx_bf16" in self.flags: return {16: 32, 8: 48}
         return {16: 192} if "avx512_bf16" in self.flags else {}
 
     @property
