@@ -106,7 +106,8 @@ def settled(options: Options, target: targets.Target) -> Options:
 
 
 def _buckets(options: Options, target: targets.Target) -> tuple[int, ...]:
-    """The default ones; of products that are of bf16 from some number of rows on, one ends where those begin: see compiler.bucket_graph."""
+    """The default ones; where products are of bf16 from some number of rows on, one ends where all of them are, whatever the format: see
+    compiler.bucket_graph."""
     found = BUCKETS[target.kind]
     rows = max(target.bf16_rows.values(), default=0) if options.quant != "none" and options.dtype == "bf16" else 0
     return (*found[:-2], rows - 1, found[-1]) if found[-3] + 1 < rows <= found[-1] else found

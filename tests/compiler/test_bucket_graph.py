@@ -60,7 +60,7 @@ def test_the_values_are_the_same_bit_for_bit(graph):
     ("x86-64-v4-amx", "w8", "bf16", (1, 16, 47, 512)), ("x86-64-v4-bf16", "w8", "bf16", (1, 16, 191, 512)),
     ("x86-64-v4", "w8", "bf16", (1, 16, 128, 512)), ("x86-64-v4-amx", "none", "bf16", (1, 16, 128, 512)),
     ("x86-64-v4-amx", "w8", "fp32", (1, 16, 128, 512)), ("h100", "w8", "bf16", (1, 8, 64, 512, 2048))])
-def test_a_default_bucket_ends_where_the_other_products_begin(target, quant, dtype, buckets):
+def test_a_default_bucket_ends_where_every_product_is_the_other_one(target, quant, dtype, buckets):
     options = Options(target=target, quant=quant, dtype=dtype)
     assert settled(options, targets.find(target)).buckets == buckets
     assert settled(replace(options, buckets=(3, 64)), targets.find(target)).buckets == (3, 64)
